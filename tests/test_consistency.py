@@ -1,0 +1,92 @@
+"""The collection as a whole: twins, flags, imports, pins."""
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
+TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
+TREE = {name: ast.parse(text) for name, text in TEXT.items()}
+CEILING = {"parallel_td.py": 300}
+
+# Same-named functions and classes that differ between scripts, each with its reason.
+DIFFERS = {}
+
+
+def definitions(name):
+    """The top-level functions and classes of a script, as text without line numbers."""
+    return {node.name: ast.dump(node) for node in TREE[name].body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def flags(name):
+    """The flags of a script: {flag: its add_argument call as text, help and default included}."""
+    calls = [node for node in ast.walk(TREE[name]) if isinstance(node, ast.Call) and node.args
+             and getattr(node.func, "id", getattr(node.func, "attr", "")) in ("add", "add_argument")]
+    return {call.args[0].value: ast.dump(call) for call in calls if isinstance(call.args[0], ast.Constant)}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_imports_only_what_the_design_allows(name):
+    modules = set()
+    for node in ast.walk(TREE[name]):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module.split(".")[0])
+    standard = {"argparse", "functools", "json", "math", "os", "resource", "signal", "sys", "time", "typing"}
+    assert modules - standard <= {"jax", "numpy", "optax", "gymnax", "matplotlib"}
+    top_level = {alias.name for node in TREE[name].body if isinstance(node, ast.Import) for alias in node.names}
+    assert "matplotlib" not in {module.split(".")[0] for module in top_level}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_flag_is_read(name):
+    assert flags(name)
+    for flag in flags(name):
+        attribute = "args." + flag[2:].replace("-", "_")
+        assert re.search(rf"\b{re.escape(attribute)}\b", TEXT[name]), f"{name} never reads {attribute}"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_pep_723_block_equals_requirements(name):
+    block = re.match(r"# /// script\n(.*?)# ///\n", TEXT[name], re.DOTALL).group(1)
+    block = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+    lines = (line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
+    pins = {line for line in lines if line}
+    assert all(re.fullmatch(r"[\w-]+(\[\w+\])?==[\d.]+", pin) for pin in pins)
+    assert set(block["dependencies"]) == {pin for pin in pins if not pin.startswith("pytest")}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_length_and_nesting(name):
+    def depth(node, level=0):
+        inner = isinstance(node, (ast.FunctionDef, ast.Lambda))
+        return max([level] + [depth(child, level + inner) for child in ast.iter_child_nodes(node)])
+    assert len(TEXT[name].splitlines()) <= CEILING[name]
+    assert depth(TREE[name]) <= 2
+    assert max(map(len, TEXT[name].splitlines())) <= 140
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_functions_have_docstrings(name):
+    for node in TREE[name].body:
+        if isinstance(node, ast.FunctionDef):
+            assert ast.get_docstring(node), f"{name}: {node.name}"
+
+
+def test_twins_are_identical_and_the_list_of_exceptions_is_not_stale():
+    bodies = {}
+    for name in SCRIPTS:
+        for function, body in definitions(name).items():
+            bodies.setdefault(function, {}).setdefault(body, []).append(name)
+    different = {function for function, variants in bodies.items() if len(variants) > 1}
+    assert different == set(DIFFERS), {function: list(bodies[function].values()) for function in different ^ set(DIFFERS)}
+
+
+def test_top_level_holds_what_the_design_card_names():
+    card = {"parallel_td.py", "replay_td.py", "epsilon_decay_td.py", "gridworld_qlearning.py", "mountaincar_env.py",
+            "reinforce_parallel.py", "tests", "requirements.txt", "README.md"}
+    assert {path.name for path in ROOT.iterdir() if not path.name.startswith((".", "__"))} <= card

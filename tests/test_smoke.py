@@ -1,0 +1,46 @@
+"""Each script as a user runs it: in a subprocess, for a few steps; and copied alone into an empty folder."""
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FEW_STEPS = {
+    "parallel_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
+}
+
+
+def run(script, *flags, cwd=None):
+    """Run a script to its end; returns the finished process, its output as text."""
+    return subprocess.run([sys.executable, str(script), *flags], cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+def test_every_script_is_smoke_tested():
+    assert set(FEW_STEPS) == {path.name for path in ROOT.glob("*.py")}
+
+
+@pytest.mark.parametrize("script", sorted(FEW_STEPS))
+def test_runs_alone_in_an_empty_folder(script, tmp_path):
+    shutil.copy(ROOT / script, tmp_path)
+    process = run(script, *FEW_STEPS[script], "--save", "out.npz", "--plot", "out.png", "--num-seeds", "2", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    lines = process.stdout.splitlines()
+    assert lines[0].startswith(script) and lines[1].startswith("compiled in")
+    assert {path.name for path in tmp_path.iterdir()} == {script, "out.npz", "out.png"}
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("script", sorted(FEW_STEPS))
+def test_json_is_one_line_and_the_same_command_gives_the_same_numbers(script):
+    first, second = (run(ROOT / script, *FEW_STEPS[script], "--json") for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert len(first.stdout.splitlines()) == 1 and "compiled in" in first.stderr
+    first, second = json.loads(first.stdout), json.loads(second.stdout)
+    assert first["script"] == script and first["timesteps"] > 0 and first["peak_memory_mb"] > 0
+    assert first["runs"] == second["runs"]
+    other = json.loads(run(ROOT / script, *FEW_STEPS[script], "--json", "--seed", "1").stdout)
+    assert other["runs"] != first["runs"]
