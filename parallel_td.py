@@ -12,7 +12,7 @@ N environments step in lockstep; every batch of B transitions makes one gradient
 - The target carries no gradient: semi-gradient Q-learning (Sutton & Barto 2018, sections 11.1-11.5).
 - Only `terminated` cuts the bootstrap: at a time limit the target uses the true final observation.
 - Environments are reset once; from then on gymnax resets each one that is done.
-- Evaluated and saved is the average of the weights over about the last 100 updates (Polyak & Juditsky 1992).
+- Evaluated and saved is the average of the weights over about the last 1 / tau updates (Polyak & Juditsky 1992).
 
     python parallel_td.py                                    # one run, solved in a fraction of a second
     python parallel_td.py --num-seeds 20 --plot curve.png    # twenty runs, side by side in one program
@@ -46,6 +46,7 @@ def parse_args(argv=None):
     add("--learning-rate", type=rate, default=[1e-2], nargs="+", help="Adam's step size; several are run side by side")
     add("--batch-size", type=count, default=16, help="transitions per update, a multiple of --num-envs")
     add("--num-centers", type=count, default=500, help="number of radial basis features")
+    add("--tau", type=partial(number, float, 1e-6, 1), default=0.01, help="step of the average towards the weights")
     add("--sigma", type=partial(number, float, 1e-3, 1e3), default=0.5, help="their width, in scaled observations")
     add("--gamma", type=partial(number, float, 0, 1), default=0.99, help="discount factor")
     add("--epsilon", type=partial(number, float, 0, 1), default=0.1, help="probability of a random action")
@@ -81,9 +82,9 @@ if __name__ == "__main__":  # before jax is imported, which takes seconds and th
     fast = "--xla_cpu_prefer_vector_width=512 --xla_disable_hlo_passes=cpu-parallel-task-assigner "  # +50 % on a CPU
     os.environ["XLA_FLAGS"] = fast + os.environ.get("XLA_FLAGS", "")  # wide vectors, small arrays not split over cores
 
-import gymnax, jax, optax
-import jax.numpy as jnp, numpy as np
+import gymnax, jax, jax.numpy as jnp, numpy as np, optax
 
+SCRIPT = os.path.basename(__file__)
 ENV, ENV_PARAMS = gymnax.make("CartPole-v1")
 env_reset = jax.vmap(ENV.reset, in_axes=(0, None))  # of all environments, each with its key
 env_step = jax.vmap(ENV.step, in_axes=(0, 0, 0, None))
@@ -101,7 +102,7 @@ class Transition(NamedTuple):
 class TrainState(NamedTuple):
     key: jax.Array
     learning_rate: jax.Array  # ()
-    centers: jax.Array  # (F, 4) of the features, on the scale of the scaled observation
+    centers: jax.Array  # (4, F) of the features, in scaled observations; the long axis last, for wide vectors
     weights: jax.Array  # (F, A)
     average: jax.Array  # (F, A) running average of the weights
     opt_state: optax.OptState
@@ -111,18 +112,18 @@ class TrainState(NamedTuple):
 
 
 def rbf_features(obs, centers, sigma):
-    """Gaussian radial basis features of observations (B, 4): phi (B, F)."""
-    difference = (obs / OBS_SCALE).T[:, :, None] - centers.T[:, None, :]  # (4, B, F): the long axis last, for wide vectors
+    """Gaussian radial basis features of observations (B, 4), for centers (4, F): phi (B, F)."""
+    difference = (obs / OBS_SCALE).T[:, :, None] - centers[:, None, :]  # (4, B, F)
     return jnp.exp(-jnp.sum(difference**2, axis=0) / (2 * sigma**2))
 
 
-def td_loss(weights, centers, batch, args):
-    """Half the mean squared TD error over a batch of transitions (B, ...); Sutton & Barto 2018, section 11.1."""
-    q_values = rbf_features(batch.obs, centers, args.sigma) @ weights  # (B, A)
-    q_taken = jnp.take_along_axis(q_values, batch.action[:, None], axis=-1)[:, 0]  # (B,)
-    next_q = jnp.max(rbf_features(batch.next_obs, centers, args.sigma) @ weights, axis=-1)
+def td_loss(weights, target_weights, centers, batch, args):
+    """Half the mean squared TD error over a batch of transitions (B, ...); its gradient is taken by `weights` alone."""
+    next_weights = weights if args.residual_gradient else target_weights
+    next_q = jnp.max(rbf_features(batch.next_obs, centers, args.sigma) @ next_weights, axis=-1)  # (B,)
     target = batch.reward + args.gamma * (1 - batch.terminated) * next_q
-    target = target if args.residual_gradient else jax.lax.stop_gradient(target)
+    q_values = rbf_features(batch.obs, centers, args.sigma) @ weights  # (B, A)
+    q_taken = jnp.take_along_axis(q_values, batch.action[:, None], axis=-1)[:, 0]
     return jnp.mean(0.5 * (q_taken - target) ** 2)
 
 
@@ -143,10 +144,10 @@ def train_update(args, state, noise):
     """Collect B transitions in T vector steps, then make one Adam step on exactly those."""
     state, (transitions, returns) = jax.lax.scan(partial(vector_step, args), state, noise)  # (T, N, ...)
     batch = jax.tree.map(lambda x: x.reshape(args.batch_size, *x.shape[2:]), transitions)  # (B, ...)
-    grad = jax.grad(td_loss)(state.weights, state.centers, batch, args)
+    grad = jax.grad(td_loss)(state.weights, state.weights, state.centers, batch, args)
     updates, opt_state = optax.adam(state.learning_rate).update(grad, state.opt_state)
     weights = optax.apply_updates(state.weights, updates)
-    average = optax.incremental_update(weights, state.average, 0.01)
+    average = optax.incremental_update(weights, state.average, args.tau)
     return state._replace(weights=weights, average=average, opt_state=opt_state), returns
 
 
@@ -154,7 +155,7 @@ def init_state(args, seed, learning_rate):
     """The state in which the run with this seed starts."""
     key, key_centers, key_weights, key_reset, *_ = jax.random.split(jax.random.key(seed), 6)  # the last two: evaluate
     obs, env_state = env_reset(jax.random.split(key_reset, args.num_envs), ENV_PARAMS)
-    centers = jax.random.uniform(key_centers, (args.num_centers, obs.shape[-1]), minval=-1.0, maxval=1.0)
+    centers = jax.random.uniform(key_centers, (obs.shape[-1], args.num_centers), minval=-1.0, maxval=1.0)
     weights = 0.1 * jax.random.normal(key_weights, (args.num_centers, ENV.num_actions))
     opt_state = optax.adam(learning_rate).init(weights)
     return TrainState(key, learning_rate, centers, weights, weights, opt_state, env_state, obs, jnp.zeros(args.num_envs))
@@ -173,7 +174,8 @@ def evaluate(args, weights, centers, seed):
     """Undiscounted returns (E,) of the greedy policy in E fresh episodes."""
     *_, key_reset, key_step = jax.random.split(jax.random.key(seed), 6)
     obs, env_state = env_reset(jax.random.split(key_reset, args.eval_episodes), ENV_PARAMS)
-    state = TrainState(None, None, centers, weights, None, None, env_state, obs, jnp.zeros(args.eval_episodes))
+    state = TrainState(*[None] * len(TrainState._fields))._replace(
+        centers=centers, weights=weights, env_state=env_state, obs=obs, episode_return=jnp.zeros(args.eval_episodes))
     shape = (ENV_PARAMS.max_steps_in_episode, args.eval_episodes)  # (T, E)
     noise = jnp.ones(shape), jnp.zeros(shape, int), jax.random.split(key_step, shape)  # 1: it never explores
     _, (_, returns) = jax.lax.scan(partial(vector_step, args), state, noise)
@@ -196,29 +198,28 @@ def train(args, say, interrupted):
     chunk = over_runs(partial(train_chunk, args), args.num_devices, donate_argnums=0).lower(state).compile()
     start = time.perf_counter()
     say(f"compiled in {start - began:.1f} s")
-    last_returns, solved_at, weights = [np.zeros(0)] * len(seed), np.full(len(seed), np.nan), 0.0
-    curve, episodes, stride = [], 0, args.updates * args.batch_size
-    for timesteps in range(stride, args.total_timesteps + stride, stride):
+    last_returns, timesteps = [np.zeros(0)] * len(seed), 0
+    curve, episodes, solved_at, weights = {}, sum(map(len, last_returns)), np.full(len(seed), np.nan), 0.0
+    while timesteps < args.total_timesteps and not interrupted and (args.no_early_stop or np.isnan(solved_at).any()):
         state, returns = jax.block_until_ready(chunk(state))
+        timesteps += args.updates * args.batch_size
         returns = [run[~np.isnan(run)] for run in np.asarray(returns)]  # of the episodes that ended, in order
         last_returns = [np.append(last, new)[-100:] for last, new in zip(last_returns, returns)]
-        curve.append([last.mean() if len(last) else np.nan for last in last_returns])
+        curve[timesteps] = [last.mean() if len(last) else np.nan for last in last_returns]
         episodes, unsolved = episodes + sum(map(len, returns)), np.isnan(solved_at)
-        solved = [len(last) == 100 and mean >= args.solved_at for last, mean in zip(last_returns, curve[-1])]
+        solved = [len(last) == 100 and mean >= args.solved_at for last, mean in zip(last_returns, curve[timesteps])]
         solved_at = np.where(unsolved & solved, timesteps, solved_at)
         weights = np.where((unsolved | args.no_early_stop)[:, None, None], state.average, weights)  # once solved, kept
         seconds, steps = time.perf_counter() - start, timesteps * len(seed)
-        say(f"step {timesteps:>9,}  return {spread(curve[-1])}  episodes {episodes:>7,}  {steps / seconds / 1e6:.2f} M steps/s")
+        say(f"step {timesteps:>9,}  return {spread(curve[timesteps])}  episodes {episodes:>7,}  {steps / seconds / 1e6:.2f} M steps/s")
         for run in np.flatnonzero(~np.isfinite(weights).all(axis=(1, 2))):
             sys.exit(f"step {timesteps:,}: weights not finite with seed {seed[run]}, learning rate {learning_rate[run]:g}")
         result = dict(
-            seed=seed, learning_rate=learning_rate, solved_at=solved_at, centers=np.array(state.centers), weights=weights,
-            curve_timesteps=stride * np.arange(1, len(curve) + 1), curve_return=np.array(curve).T, timesteps=steps,
+            seed=seed, learning_rate=learning_rate, solved_at=solved_at, centers=np.array(state.centers.mT), weights=weights,
+            curve_timesteps=np.array(list(curve)), curve_return=np.array(list(curve.values())).T, timesteps=steps,
             seconds_to_compile=start - began, seconds_to_run=seconds, steps_per_second=steps / seconds)
         if args.save:
             write_file(args.save, partial(np.savez, args=json.dumps(vars(args)), **result))
-        if interrupted or not (args.no_early_stop or np.isnan(solved_at).any()):
-            break
     say(f"{steps:,} steps in {seconds:.2f} s after compiling, {steps / seconds / 1e6:.2f} M steps/s")
     return result
 
@@ -228,8 +229,7 @@ def load(args):
     try:
         result = dict(np.load(args.evaluate, allow_pickle=False))
         args.sigma, args.runs = float(json.loads(str(result["args"]))["sigma"]), len(result["curve_return"])
-        if result["weights"].shape != (args.runs, result["centers"].shape[1], ENV.num_actions):
-            raise ValueError("its arrays do not fit together")
+        result["weights"] = result["weights"].reshape(args.runs, result["centers"].shape[1], ENV.num_actions)
         return result
     except Exception as error:  # numpy, zipfile and json have one for each way in which a file can be foreign
         sys.exit(f"{args.evaluate} is not what --save of this script wrote: {error!r}")
@@ -258,7 +258,7 @@ def plot(args, result):
         axes.plot(result["curve_timesteps"], curves.mean(axis=0), label=f"learning rate {rate:g}, {len(curves)} runs")
         axes.fill_between(result["curve_timesteps"], curves.min(axis=0), curves.max(axis=0), alpha=0.2)
     axes.axhline(args.solved_at, color="gray", linestyle=":")
-    axes.set(title="parallel_td.py, CartPole-v1", xlabel="environment steps per run", ylabel="mean return, 100 episodes")
+    axes.set(title=f"{SCRIPT}, CartPole-v1", xlabel="environment steps per run", ylabel="mean return, 100 episodes")
     axes.legend()
     write_file(args.plot, partial(axes.figure.savefig, format="png", dpi=150))
 
@@ -270,12 +270,12 @@ def main(argv=None):
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
     say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate else None
-    say(f"parallel_td.py: CartPole-v1, environments: {args.num_envs}, runs: {args.runs}, device: {args.num_devices} x {device}")
+    say(f"{SCRIPT}: CartPole-v1, environments: {args.num_envs}, runs: {args.runs}, device: {args.num_devices} x {device}")
     result = saved or train(args, say, interrupted)
     returns = np.full((args.runs, 1), np.nan)
     if args.eval_episodes:
         greedy = over_runs(partial(evaluate, args), math.gcd(args.num_devices, args.runs))
-        returns = np.asarray(greedy(result["weights"], result["centers"], result["seed"]))
+        returns = np.asarray(greedy(result["weights"], result["centers"].mT, result["seed"]))
     table = {name: result[name] for name in ("seed", "learning_rate", "solved_at")} | dict(
         training_return=result["curve_return"][:, -1], eval_mean=returns.mean(1), eval_std=returns.std(1), eval_min=returns.min(1))
     for rate in np.unique(table["learning_rate"]):
@@ -288,7 +288,7 @@ def main(argv=None):
         plot(args, result)
     if args.json:
         print(json.dumps(dict(
-            script="parallel_td.py", env="CartPole-v1", args=vars(args), device=device, num_devices=args.num_devices,
+            script=SCRIPT, env="CartPole-v1", args=vars(args), device=device, num_devices=args.num_devices,
             versions=dict(python=sys.version.split()[0], jax=jax.__version__, optax=optax.__version__),
             **{name: float(result[name]) for name in ("seconds_to_compile", "seconds_to_run", "timesteps", "steps_per_second")},
             peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

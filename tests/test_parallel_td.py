@@ -44,7 +44,7 @@ def some_batch(seed=0, size=6, features=5):
 
 def test_features_equal_a_loop_in_numpy():
     centers, _, batch = some_batch(features=7)
-    np.testing.assert_allclose(td.rbf_features(batch.obs, centers, 0.5), features_in_numpy(batch.obs, centers, 0.5), rtol=1e-5)
+    np.testing.assert_allclose(td.rbf_features(batch.obs, centers.T, 0.5), features_in_numpy(batch.obs, centers, 0.5), rtol=1e-5)
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -60,7 +60,7 @@ def test_gradient_equals_the_formula(residual):
         expected[:, action] += error * phi[i] / len(phi)
         if residual:
             expected[:, best] -= error * follows * next_phi[i] / len(phi)
-    np.testing.assert_allclose(jax.grad(td.td_loss)(weights, centers, batch, args), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(td.td_loss)(weights, weights, centers.T, batch, args), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("terminated, target", [(False, 1 + 0.5 * 3.0), (True, 1.0)])
@@ -69,7 +69,8 @@ def test_only_a_terminal_state_cuts_the_bootstrap(terminated, target):
     obs = jnp.full((1, 4), 0.1)
     batch = td.Transition(obs, jnp.array([0]), jnp.array([1.0]), obs, jnp.array([terminated]))
     args = td.parse_args(["--gamma", "0.5"])
-    loss = td.td_loss(jnp.array([[2.0, 3.0]]), obs / td.OBS_SCALE, batch, args)
+    weights = jnp.array([[2.0, 3.0]])
+    loss = td.td_loss(weights, weights, (obs / td.OBS_SCALE).T, batch, args)
     np.testing.assert_allclose(loss, 0.5 * (2.0 - target) ** 2, rtol=1e-6)
 
 
@@ -145,7 +146,7 @@ def test_spread():
 def test_evaluation_plays_whole_episodes():
     """Weights that always push left: every episode lasts 8 to 11 steps; none is counted twice or cut."""
     args = td.parse_args(["--eval-episodes", "50"])
-    returns = np.asarray(td.evaluate(args, jnp.zeros((3, 2)), jnp.zeros((3, 4)), 0))
+    returns = np.asarray(td.evaluate(args, jnp.zeros((3, 2)), jnp.zeros((4, 3)), 0))
     assert returns.shape == (50,) and 8 <= returns.min() < returns.max() <= 11
 
 
