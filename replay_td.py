@@ -190,8 +190,7 @@ def init_state(args, seed, learning_rate):
     opt_state = optax.adam(learning_rate).init(weights)
     slot = Transition(obs[0], jnp.int32(0), jnp.float32(0), obs[0], jnp.bool(False))
     buffer = jax.tree.map(lambda x: jnp.zeros((args.buffer_size, *x.shape), x.dtype), slot)
-    zeros = jnp.zeros(args.num_envs)
-    return TrainState(key, learning_rate, centers, weights, weights, opt_state, env_state, obs, zeros, buffer, jnp.int32(0))
+    return TrainState(key, learning_rate, centers, weights, weights, opt_state, env_state, obs, jnp.zeros(args.num_envs), buffer, jnp.int32(0))
 
 
 def train_chunk(args, steps, updates_per_step, state):

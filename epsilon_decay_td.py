@@ -1,0 +1,351 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0"]
+# ///
+"""Q-learning with decaying exploration from a replay buffer, linear in radial basis features, on CartPole-v1.
+
+N environments step in lockstep into a ring of the last C transitions (Lin 1992); after each step K batches of B transitions,
+drawn from it uniformly and with replacement, make one gradient step each on the mean squared TD error:
+
+    Q(s, a) = phi(s) . w_a    with phi_i(s) = exp(-|s - c_i|^2 / (2 sigma^2)) and random centres c_i
+    target  = r + gamma max_a' Q(s', a'), or r where s' is terminal
+
+- The target carries no gradient: semi-gradient Q-learning (Sutton & Barto 2018, sections 11.1-11.5).
+- Only `terminated` cuts the bootstrap: at a time limit the target uses the true final observation.
+- Environments are reset once; from then on gymnax resets each one that is done.
+- After t vector steps an action is random with probability epsilon(t) = max(end, start * decay^t).
+- Targets use, and evaluated and saved is, the average of the weights over about the last 1 / tau updates (Lillicrap et al. 2016).
+
+    python epsilon_decay_td.py                                    # one run, solved in less than a second
+    python epsilon_decay_td.py --num-seeds 20 --plot curve.png    # twenty runs, side by side in one program
+
+Shapes: R runs, T vector steps, K updates each, N environments, B transitions, C slots, F features, A actions.
+"""
+import argparse, json, math, os, resource, signal, sys, time
+from functools import partial
+from typing import NamedTuple
+
+
+def number(kind, low, high, text):
+    """An int or float (`kind`) from low to high, for argparse; 2e6 and 2_000_000 are whole numbers too."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high or kind(value) != value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
+    return kind(value)
+
+
+def parse_args(argv=None):
+    """Read and check the command line; what is wrong ends here, with one line and exit code 2."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add, count, rate = parser.add_argument, partial(number, int, 1, 1e9), partial(number, float, 1e-12, 1e38)
+    add("--seed", type=partial(number, int, 0, 2e9), default=0, help="seed of the first run; run i has seed + i")
+    add("--num-seeds", type=count, default=1, help="independent runs, vmapped into one program")
+    add("--num-envs", type=count, default=16, help="environments stepped in lockstep by one learner")
+    add("--total-timesteps", type=count, default=1_000_000, help="environment steps per run, in whole log intervals")
+    add("--learning-rate", type=rate, default=[3e-2], nargs="+", help="Adam's step size; several are run side by side")
+    add("--batch-size", type=count, default=32, help="transitions per update, drawn from the buffer")
+    add("--buffer-size", type=count, default=100_000, help="transitions in the buffer, a multiple of --num-envs")
+    add("--learning-starts", type=count, default=1000, help="transitions in the buffer before the first update")
+    add("--updates-per-step", type=count, default=1, help="updates after each vector step")
+    add("--num-centers", type=count, default=500, help="number of radial basis features")
+    add("--tau", type=partial(number, float, 1e-6, 1), default=0.01, help="step of the average towards the weights")
+    add("--sigma", type=partial(number, float, 1e-3, 1e3), default=0.5, help="their width, in scaled observations")
+    add("--gamma", type=partial(number, float, 0, 1), default=0.99, help="discount factor")
+    add("--start-e", type=partial(number, float, 0, 1), default=1.0, help="probability of a random action at first")
+    add("--end-e", type=partial(number, float, 0, 1), default=0.01, help="and in the end")
+    add("--epsilon-decay", type=partial(number, float, 1e-6, 1), default=0.999, help="its factor, each vector step")
+    add("--residual-gradient", action="store_true", help="let the gradient flow through the target (Baird 1995)")
+    add("--solved-at", type=rate, default=475.0, help="a run is solved at this mean return of 100 training episodes")
+    add("--no-early-stop", action="store_true", help="train for all of --total-timesteps, report the last weights")
+    add("--num-devices", type=partial(number, int, 1, 1024), default=1, help="devices that share the runs; CPU: cores")
+    add("--log-interval", type=count, default=10_000, help="environment steps per run between progress lines")
+    add("--eval-episodes", type=partial(number, int, 0, 1e6), default=100, help="greedy episodes at the end; 0: none")
+    add("--save", metavar="FILE.npz", help="write parameters, learning curve and arguments, at each progress line")
+    add("--evaluate", metavar="FILE.npz", help="do not train: evaluate what --save wrote")
+    add("--plot", metavar="FILE.png", help="draw the learning curve")
+    add("--json", action="store_true", help="print the report as one line of JSON, progress to standard error")
+    args = parser.parse_args(argv)
+    args.runs = args.num_seeds * len(args.learning_rate)
+    args.steps = math.ceil(min(args.log_interval, args.total_timesteps) / args.num_envs)  # per progress line
+    args.warm_up = math.ceil(args.learning_starts / args.num_envs)  # vector steps before the first update
+    numbers = args.steps * (9 * args.num_envs + args.updates_per_step * args.batch_size) + 11 * args.buffer_size
+    numbers += args.num_centers * (20 + 4 * args.batch_size + 2 * args.num_envs + 2 * args.eval_episodes)
+    if args.buffer_size % args.num_envs or args.runs % args.num_devices:
+        parser.error(f"--num-envs must divide --buffer-size {args.buffer_size}, and --num-devices the {args.runs} runs")
+    if not args.batch_size <= args.learning_starts <= min(args.buffer_size, args.total_timesteps - args.num_envs):
+        parser.error("--learning-starts must be at least --batch-size, at most --buffer-size, below --total-timesteps")
+    if args.end_e > args.start_e:
+        parser.error(f"--end-e {args.end_e} must be at most --start-e {args.start_e}")
+    if 4 * args.runs * numbers > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        parser.error(f"this needs about {4 * args.runs * numbers / 2**30:.0f} GiB of memory, more than there is")
+    for path, ending in (args.save, ".npz"), (args.plot, ".png"):
+        folder = os.path.dirname(os.path.abspath(path or "."))
+        if path is not None and (path[-4:] != ending or os.path.isdir(path) or not os.access(folder, os.W_OK)):
+            parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
+    return args
+
+
+if __name__ == "__main__":  # before jax is imported, which takes seconds and then reads these settings
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # nothing is learned yet
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(parse_args().num_devices)
+    fast = "--xla_cpu_prefer_vector_width=512 --xla_disable_hlo_passes=cpu-parallel-task-assigner "  # +50 % on a CPU
+    os.environ["XLA_FLAGS"] = fast + os.environ.get("XLA_FLAGS", "")  # wide vectors, small arrays not split over cores
+
+import gymnax, jax, jax.numpy as jnp, numpy as np, optax
+
+SCRIPT = os.path.basename(__file__)
+ENV, ENV_PARAMS = gymnax.make("CartPole-v1")
+env_reset = jax.vmap(ENV.reset, in_axes=(0, None))  # of all environments, each with its key
+env_step = jax.vmap(ENV.step, in_axes=(0, 0, 0, None))
+OBS_SCALE = np.array([2.4, 3.0, 0.2, 3.0], np.float32)  # about the largest: m (edge of track), m/s, rad (pole falls), rad/s
+
+
+class Transition(NamedTuple):
+    obs: jax.Array  # (N, 4)
+    action: jax.Array  # (N,)
+    reward: jax.Array  # (N,)
+    next_obs: jax.Array  # (N, 4) the true successor, also where an episode ended
+    terminated: jax.Array  # (N,) true where next_obs is terminal; false at a time limit
+
+
+class TrainState(NamedTuple):
+    key: jax.Array
+    learning_rate: jax.Array  # ()
+    centers: jax.Array  # (4, F) of the features, in scaled observations; the long axis last, for wide vectors
+    weights: jax.Array  # (F, A)
+    average: jax.Array  # (F, A) running average of the weights
+    opt_state: optax.OptState
+    env_state: gymnax.EnvState  # (N,) each
+    obs: jax.Array  # (N, 4)
+    episode_return: jax.Array  # (N,) of the episodes under way, undiscounted
+    buffer: Transition  # (C, ...) each, a ring
+    written: jax.Array  # () transitions written into it so far
+
+
+def epsilon(args, step):
+    """Probability of a random action after `step` vector steps."""
+    return jnp.maximum(args.end_e, args.start_e * args.epsilon_decay**step)
+
+
+def rbf_features(obs, centers, sigma):
+    """Gaussian radial basis features of observations (B, 4), for centers (4, F): phi (B, F)."""
+    difference = (obs / OBS_SCALE).T[:, :, None] - centers[:, None, :]  # (4, B, F)
+    return jnp.exp(-jnp.sum(difference**2, axis=0) / (2 * sigma**2))
+
+
+def td_loss(weights, target_weights, centers, batch, args):
+    """Half the mean squared TD error over a batch of transitions (B, ...); its gradient is taken by `weights` alone."""
+    next_weights = weights if args.residual_gradient else target_weights
+    next_q = jnp.max(rbf_features(batch.next_obs, centers, args.sigma) @ next_weights, axis=-1)  # (B,)
+    target = batch.reward + args.gamma * (1 - batch.terminated) * next_q
+    q_values = rbf_features(batch.obs, centers, args.sigma) @ weights  # (B, A)
+    q_taken = jnp.take_along_axis(q_values, batch.action[:, None], axis=-1)[:, 0]
+    return jnp.mean(0.5 * (q_taken - target) ** 2)
+
+
+def vector_step(args, state, noise):
+    """Step all N environments once; returns the new state, the transitions, and the returns of finished episodes."""
+    explore, random_action, env_key = noise  # (N,) each
+    q_values = rbf_features(state.obs, state.centers, args.sigma) @ state.weights  # (N, A)
+    random = explore < epsilon(args, state.written / args.num_envs)
+    action = jnp.where(random, random_action, jnp.argmax(q_values, axis=-1))  # epsilon-greedy
+    obs, env_state, reward, terminated, truncated, info = env_step(env_key, state.env_state, action, ENV_PARAMS)
+    transition = Transition(state.obs, action, reward, info["final_observation"], terminated)
+    done = terminated | truncated
+    episode_return = state.episode_return + reward
+    state = state._replace(env_state=env_state, obs=obs, episode_return=jnp.where(done, 0.0, episode_return))
+    return state, (transition, jnp.where(done, episode_return, jnp.nan))
+
+
+def write(args, state, transitions):
+    """Write N transitions into the ring, over the oldest ones once it is full."""
+    slots = (state.written + jnp.arange(args.num_envs)) % args.buffer_size
+    buffer = jax.tree.map(lambda ring, new: ring.at[slots].set(new), state.buffer, transitions)
+    return state._replace(buffer=buffer, written=state.written + args.num_envs)
+
+
+def sample(args, state, bits):
+    """Draw B transitions, uniformly and with replacement, from the filled part of the ring; bits (B,) are random uint32."""
+    slots = bits % jnp.minimum(state.written, args.buffer_size).astype(jnp.uint32)  # uniform to within C / 2^32
+    return jax.tree.map(lambda ring: ring[slots], state.buffer)
+
+
+def learn(args, state, bits):
+    """Make one Adam step on B transitions of the ring."""
+    batch = sample(args, state, bits)  # (B, ...)
+    grad = jax.grad(td_loss)(state.weights, state.average, state.centers, batch, args)
+    updates, opt_state = optax.adam(state.learning_rate).update(grad, state.opt_state)
+    weights = optax.apply_updates(state.weights, updates)
+    average = optax.incremental_update(weights, state.average, args.tau)
+    return state._replace(weights=weights, average=average, opt_state=opt_state), None
+
+
+def train_update(args, state, noise):
+    """Write one vector step into the ring, then make K updates."""
+    *noise, bits = noise
+    state, (transitions, returns) = vector_step(args, state, noise)
+    state, _ = jax.lax.scan(partial(learn, args), write(args, state, transitions), bits)
+    return state, returns
+
+
+def init_state(args, seed, learning_rate):
+    """The state in which the run with this seed starts."""
+    key, key_centers, key_weights, key_reset, *_ = jax.random.split(jax.random.key(seed), 6)  # the last two: evaluate
+    obs, env_state = env_reset(jax.random.split(key_reset, args.num_envs), ENV_PARAMS)
+    centers = jax.random.uniform(key_centers, (obs.shape[-1], args.num_centers), minval=-1.0, maxval=1.0)
+    weights = 0.1 * jax.random.normal(key_weights, (args.num_centers, ENV.num_actions))
+    opt_state = optax.adam(learning_rate).init(weights)
+    slot = Transition(obs[0], jnp.int32(0), jnp.float32(0), obs[0], jnp.bool(False))
+    buffer = jax.tree.map(lambda x: jnp.zeros((args.buffer_size, *x.shape), x.dtype), slot)
+    return TrainState(key, learning_rate, centers, weights, weights, opt_state, env_state, obs, jnp.zeros(args.num_envs), buffer, jnp.int32(0))
+
+
+def train_chunk(args, steps, updates_per_step, state):
+    """Make all steps up to the next progress line; returns also the returns (T, N) of episodes that ended, else NaN."""
+    key, key_explore, key_action, key_env, key_sample = jax.random.split(state.key, 5)
+    shape = (steps, args.num_envs)  # (T, N)
+    noise = (jax.random.uniform(key_explore, shape), jax.random.randint(key_action, shape, 0, ENV.num_actions),
+             jax.random.split(key_env, shape),  # all of it at once: drawn inside the loop it costs a fifth of the speed
+             jax.random.bits(key_sample, (steps, updates_per_step, args.batch_size)))
+    return jax.lax.scan(partial(train_update, args), state._replace(key=key), noise)
+
+
+def evaluate(args, weights, centers, seed):
+    """Undiscounted returns (E,) of the greedy policy in E fresh episodes."""
+    *_, key_reset, key_step = jax.random.split(jax.random.key(seed), 6)
+    obs, env_state = env_reset(jax.random.split(key_reset, args.eval_episodes), ENV_PARAMS)
+    state = TrainState(*[None] * len(TrainState._fields))._replace(
+        centers=centers, weights=weights, env_state=env_state, obs=obs, episode_return=jnp.zeros(args.eval_episodes), written=0)
+    shape = (ENV_PARAMS.max_steps_in_episode, args.eval_episodes)  # (T, E)
+    noise = jnp.ones(shape), jnp.zeros(shape, int), jax.random.split(key_step, shape)  # 1: it never explores
+    _, (_, returns) = jax.lax.scan(partial(vector_step, args), state, noise)
+    return jnp.take_along_axis(returns, jnp.argmax(~jnp.isnan(returns), axis=0)[None], axis=0)[0]  # of the first to end
+
+
+def over_runs(function, num_devices, **jit_options):
+    """Compile `function` of one run for all runs: vmapped, and sharded over the devices."""
+    mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(jax.vmap(function), mesh=mesh, in_specs=jax.P("runs"), out_specs=jax.P("runs"), check_vma=False)
+    return jax.jit(sharded, **jit_options)
+
+
+def train(args, say, interrupted):
+    """Train every run until all are solved or out of steps; returns what --save writes: a dict, run axis first."""
+    began = time.perf_counter()
+    seed = np.tile(args.seed + np.arange(args.num_seeds, dtype=np.uint32), len(args.learning_rate))
+    learning_rate = np.repeat(args.learning_rate, args.num_seeds)
+    state = over_runs(partial(init_state, args), args.num_devices)(seed, learning_rate)
+    state, returns = over_runs(partial(train_chunk, args, args.warm_up, 0), args.num_devices, donate_argnums=0)(state)  # fill
+    chunk = partial(train_chunk, args, args.steps, args.updates_per_step)
+    chunk = over_runs(chunk, args.num_devices, donate_argnums=0).lower(state).compile()
+    start = time.perf_counter()
+    say(f"compiled in {start - began:.1f} s")
+    last_returns, timesteps = [run[~np.isnan(run)] for run in np.asarray(returns)], args.warm_up * args.num_envs
+    curve, episodes, solved_at, weights = {}, sum(map(len, last_returns)), np.full(len(seed), np.nan), 0.0
+    while timesteps < args.total_timesteps and not interrupted and (args.no_early_stop or np.isnan(solved_at).any()):
+        state, returns = jax.block_until_ready(chunk(state))
+        timesteps += args.steps * args.num_envs
+        returns = [run[~np.isnan(run)] for run in np.asarray(returns)]  # of the episodes that ended, in order
+        last_returns = [np.append(last, new)[-100:] for last, new in zip(last_returns, returns)]
+        curve[timesteps] = [last.mean() if len(last) else np.nan for last in last_returns]
+        episodes, unsolved = episodes + sum(map(len, returns)), np.isnan(solved_at)
+        solved = [len(last) == 100 and mean >= args.solved_at for last, mean in zip(last_returns, curve[timesteps])]
+        solved_at = np.where(unsolved & solved, timesteps, solved_at)
+        weights = np.where((unsolved | args.no_early_stop)[:, None, None], state.average, weights)  # once solved, kept
+        seconds, steps = time.perf_counter() - start, timesteps * len(seed)
+        say(f"step {timesteps:>9,}  return {spread(curve[timesteps])}  episodes {episodes:>7,}  {steps / seconds / 1e6:.2f} M steps/s  "
+            f"epsilon {epsilon(args, timesteps / args.num_envs):.3f}")
+        for run in np.flatnonzero(~np.isfinite(weights).all(axis=(1, 2))):
+            sys.exit(f"step {timesteps:,}: weights not finite with seed {seed[run]}, learning rate {learning_rate[run]:g}")
+        result = dict(
+            seed=seed, learning_rate=learning_rate, solved_at=solved_at, centers=np.array(state.centers.mT), weights=weights,
+            curve_timesteps=np.array(list(curve)), curve_return=np.array(list(curve.values())).T, timesteps=steps,
+            seconds_to_compile=start - began, seconds_to_run=seconds, steps_per_second=steps / seconds)
+        if args.save:
+            write_file(args.save, partial(np.savez, args=json.dumps(vars(args)), **result))
+    say(f"{steps:,} steps in {seconds:.2f} s after compiling, {steps / seconds / 1e6:.2f} M steps/s")
+    return result
+
+
+def load(args):
+    """Read what --save wrote, and set the arguments that go with it; any other file is one line and exit code 1."""
+    try:
+        result = dict(np.load(args.evaluate, allow_pickle=False))
+        args.sigma, args.runs = float(json.loads(str(result["args"]))["sigma"]), len(result["curve_return"])
+        result["weights"] = result["weights"].reshape(args.runs, result["centers"].shape[1], ENV.num_actions)
+        return result
+    except Exception as error:  # numpy, zipfile and json have one for each way in which a file can be foreign
+        sys.exit(f"{args.evaluate} is not what --save of this script wrote: {error!r}")
+
+
+def write_file(path, write):
+    """Let `write` fill a temporary file beside `path`, then move it there: the file is whole or not there at all."""
+    with open(f"{path}.{os.getpid()}.tmp", "wb") as file:
+        write(file)
+    os.replace(file.name, path)
+
+
+def spread(values, digits=1):
+    """The mean of the known values, as text; of several also the least and the greatest; "-" for none."""
+    known = np.asarray(values)[~np.isnan(values)]
+    bounds = f" [{known.min():,.{digits}f}, {known.max():,.{digits}f}]" if len(known) > 1 else ""
+    return f"{known.mean():,.{digits}f}{bounds}" if len(known) else "-"
+
+
+def plot(args, result):
+    """Draw the learning curves: for each learning rate the mean over its runs, and the band of all of them."""
+    from matplotlib.figure import Figure
+    axes = Figure(figsize=(7, 4), layout="constrained").subplots()
+    for rate in np.unique(result["learning_rate"]):
+        curves = np.ma.masked_invalid(result["curve_return"][result["learning_rate"] == rate])
+        axes.plot(result["curve_timesteps"], curves.mean(axis=0), label=f"learning rate {rate:g}, {len(curves)} runs")
+        axes.fill_between(result["curve_timesteps"], curves.min(axis=0), curves.max(axis=0), alpha=0.2)
+    axes.axhline(args.solved_at, color="gray", linestyle=":")
+    axes.set(title=f"{SCRIPT}, CartPole-v1", xlabel="environment steps per run", ylabel="mean return, 100 episodes")
+    axes.legend()
+    right = axes.twinx()
+    right.plot(result["curve_timesteps"], epsilon(args, result["curve_timesteps"] / args.num_envs), color="gray", linestyle="--")
+    right.set(ylabel="epsilon (dashed)", ylim=(0, 1))
+    write_file(args.plot, partial(axes.figure.savefig, format="png", dpi=150))
+
+
+def main(argv=None):
+    """Train or load, evaluate, report; exit code 130 after Ctrl-C."""
+    args = parse_args(argv)
+    interrupted = []  # by Ctrl-C: the chunk under way ends, the report follows; a second Ctrl-C ends the program
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
+    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
+    device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate else None
+    say(f"{SCRIPT}: CartPole-v1, environments: {args.num_envs}, runs: {args.runs}, device: {args.num_devices} x {device}")
+    say(f"replay buffers of all runs: {args.runs * args.buffer_size * 41 / 2**20:,.0f} MiB")  # 41 bytes a transition
+    result = saved or train(args, say, interrupted)
+    returns = np.full((args.runs, 1), np.nan)
+    if args.eval_episodes:
+        greedy = over_runs(partial(evaluate, args), math.gcd(args.num_devices, args.runs))
+        returns = np.asarray(greedy(result["weights"], result["centers"].mT, result["seed"]))
+    table = {name: result[name] for name in ("seed", "learning_rate", "solved_at")} | dict(
+        training_return=result["curve_return"][:, -1], eval_mean=returns.mean(1), eval_std=returns.std(1), eval_min=returns.min(1))
+    for rate in np.unique(table["learning_rate"]):
+        of = {name: column[table["learning_rate"] == rate] for name, column in table.items()}
+        say(f"learning rate {rate:g}: {np.isfinite(of['solved_at']).sum()} of {len(of['seed'])} runs solved, at step "
+            f"{spread(of['solved_at'], 0)}; training return {spread(of['training_return'])}\n  {args.eval_episodes} greedy "
+            f"episodes: mean {spread(of['eval_mean'])}, std {spread(of['eval_std'])}, min {spread(of['eval_min'])}; "
+            f"{(of['eval_mean'] >= args.solved_at).sum()} of {len(of['seed'])} runs pass")
+    if args.plot:
+        plot(args, result)
+    if args.json:
+        print(json.dumps(dict(
+            script=SCRIPT, env="CartPole-v1", args=vars(args), device=device, num_devices=args.num_devices,
+            versions=dict(python=sys.version.split()[0], jax=jax.__version__, optax=optax.__version__),
+            **{name: float(result[name]) for name in ("seconds_to_compile", "seconds_to_run", "timesteps", "steps_per_second")},
+            peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            runs=[{name: None if x != x else x for name, x in zip(table, row)} for row in zip(*map(np.ndarray.tolist, table.values()))])))
+    sys.exit(130 if interrupted else 0)
+
+
+if __name__ == "__main__":
+    main()
