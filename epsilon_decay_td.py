@@ -14,7 +14,7 @@ drawn from it uniformly and with replacement, make one gradient step each on the
 - Only `terminated` cuts the bootstrap: at a time limit the target uses the true final observation.
 - Environments are reset once; from then on gymnax resets each one that is done.
 - After t vector steps an action is random with probability epsilon(t) = max(end, start * decay^t).
-- Targets use, and evaluated and saved is, the average of the weights over about the last 1 / tau updates (Lillicrap et al. 2016).
+- Used in targets, evaluated and saved is the average of the weights over about the last 1 / tau updates (Lillicrap et al. 2016).
 
     python epsilon_decay_td.py                                    # one run, solved in less than a second
     python epsilon_decay_td.py --num-seeds 20 --plot curve.png    # twenty runs, side by side in one program
@@ -201,7 +201,7 @@ def init_state(args, seed, learning_rate):
     opt_state = optax.adam(learning_rate).init(weights)
     slot = Transition(obs[0], jnp.int32(0), jnp.float32(0), obs[0], jnp.bool(False))
     buffer = jax.tree.map(lambda x: jnp.zeros((args.buffer_size, *x.shape), x.dtype), slot)
-    return TrainState(key, learning_rate, centers, weights, weights, opt_state, env_state, obs, jnp.zeros(args.num_envs), buffer, jnp.int32(0))
+    return TrainState(key, learning_rate, centers, weights, weights, opt_state, env_state, obs, jnp.zeros(args.num_envs), buffer, 0)
 
 
 def train_chunk(args, steps, updates_per_step, state):
