@@ -37,7 +37,7 @@ def number(kind, low, high, text):
 
 def parse_args(argv=None):
     """Read and check the command line; what is wrong ends here, with one line and exit code 2."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(usage="%(prog)s [--flag value ...]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, count, rate = parser.add_argument, partial(number, int, 1, 1e9), partial(number, float, 1e-12, 1e38)
     add("--seed", type=partial(number, int, 0, 2e9), default=0, help="seed of the first run; run i has seed + i")
     add("--num-seeds", type=count, default=1, help="independent runs, vmapped into one program")
