@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FEW_STEPS = {
     "epsilon_decay_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
+    "gridworld_qlearning.py": ["--total-timesteps", "2000", "--log-interval", "1000"],
     "parallel_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
     "replay_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
 }
