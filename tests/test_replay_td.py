@@ -84,6 +84,7 @@ def test_one_update_by_hand():
     gradient = jax.grad(td.td_loss)(weights, average, centers, td.sample(args, state, jnp.arange(4, dtype=jnp.uint32)), args)
     np.testing.assert_allclose(gradient, [[2 - (1 + 0.9 * 7), 0], [0, 0], [0, 0]], rtol=1e-5)
     after, _ = td.learn(args, state, jnp.arange(4, dtype=jnp.uint32))
+    np.testing.assert_allclose(after.opt_state[0].mu, 0.1 * gradient, rtol=1e-5)  # Adam's average of gradients after one
     np.testing.assert_allclose(after.weights, [[2.1, 3.0], [0, 0], [0, 0]], rtol=1e-5)
     np.testing.assert_allclose(after.average, [[0.75 * 5 + 0.25 * 2.1, 0.75 * 7 + 0.25 * 3], [0, 0], [0, 0]], rtol=1e-5)
 
