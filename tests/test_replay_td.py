@@ -142,6 +142,7 @@ def test_same_bits_on_any_number_of_devices(tmp_path):
     one, two = np.load(tmp_path / "1.npz"), np.load(tmp_path / "2.npz")
     for name in ("weights", "centers", "curve_return"):
         np.testing.assert_array_equal(one[name], two[name])
+    assert not np.any(one["weights"][0] == one["weights"][1])  # each seed has its own run
 
 
 def test_learns_and_its_weights_balance_gymnasiums_pole(tmp_path):
