@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
 TREE = {name: ast.parse(text) for name, text in TEXT.items()}
-CEILING = {"parallel_td.py": 300, "replay_td.py": 340, "epsilon_decay_td.py": 360, "gridworld_qlearning.py": 280}
+CEILING = {"parallel_td.py": 300, "replay_td.py": 336, "epsilon_decay_td.py": 351, "gridworld_qlearning.py": 280}
 
 # Same-named functions and classes that differ between scripts, each with its reason.
 DIFFERS = {
