@@ -246,7 +246,7 @@ def train(args, say, interrupted):
     say(f"compiled in {start - began:.1f} s")
     last_returns, timesteps = [run[~np.isnan(run)] for run in np.asarray(returns)], args.warm_up * args.num_envs
     curve, episodes, solved_at, weights = {}, sum(map(len, last_returns)), np.full(len(seed), np.nan), 0.0
-    while timesteps < args.total_timesteps and not interrupted and (args.no_early_stop or np.isnan(solved_at).any()):
+    while timesteps < args.total_timesteps and not (curve and interrupted) and (args.no_early_stop or np.isnan(solved_at).any()):
         state, returns = jax.block_until_ready(chunk(state))
         timesteps += args.steps * args.num_envs
         returns = [run[~np.isnan(run)] for run in np.asarray(returns)]  # of the episodes that ended, in order
@@ -284,9 +284,8 @@ def load(args):
 
 def write_file(path, write):
     """Let `write` fill a temporary file beside `path`, then move it there: the file is whole or not there at all."""
-    with open(f"{path}.{os.getpid()}.tmp", "wb") as file:
-        write(file)
-    os.replace(file.name, path)
+    write(temporary := f"{path[:-4]}.{os.getpid()}{path[-4:]}")
+    os.replace(temporary, path)
 
 
 def spread(values, digits=1):
@@ -310,7 +309,7 @@ def plot(args, result):
     right = axes.twinx()
     right.plot(result["curve_timesteps"], epsilon(args, result["curve_timesteps"] / args.num_envs), color="gray", linestyle="--")
     right.set(ylabel="epsilon (dashed)", ylim=(0, 1))
-    write_file(args.plot, partial(axes.figure.savefig, format="png", dpi=150))
+    write_file(args.plot, partial(axes.figure.savefig, dpi=150))
 
 
 def main(argv=None):

@@ -185,7 +185,7 @@ def train(args, say, interrupted):
     start = time.perf_counter()
     say(f"compiled in {start - began:.1f} s")
     curve, timesteps, episodes = {}, 0, np.zeros(len(seed), int)
-    while timesteps < args.total_timesteps and not interrupted:
+    while timesteps < args.total_timesteps and not (curve and interrupted):
         state = jax.block_until_ready(chunk(state))
         timesteps, finished, episodes = timesteps + args.blocks * BLOCK, state.episodes - episodes, np.array(state.episodes)
         curve[timesteps] = np.where(finished, args.blocks * BLOCK / np.maximum(finished, 1), np.nan)
@@ -216,9 +216,8 @@ def load(args):
 
 def write_file(path, write):
     """Let `write` fill a temporary file beside `path`, then move it there: the file is whole or not there at all."""
-    with open(f"{path}.{os.getpid()}.tmp", "wb") as file:
-        write(file)
-    os.replace(file.name, path)
+    write(temporary := f"{path[:-4]}.{os.getpid()}{path[-4:]}")
+    os.replace(temporary, path)
 
 
 def spread(values, digits=1):
@@ -240,7 +239,7 @@ def plot(args, result, signs):
     right.plot(result["curve_timesteps"], curves.mean(axis=0))
     right.fill_between(result["curve_timesteps"], curves.min(axis=0), curves.max(axis=0), alpha=0.2)
     right.set(xlabel="steps per agent", ylabel="steps per episode")
-    write_file(args.plot, partial(figure.savefig, format="png", dpi=120))
+    write_file(args.plot, partial(figure.savefig, dpi=120))
 
 
 def main(argv=None):

@@ -200,7 +200,7 @@ def train(args, say, interrupted):
     say(f"compiled in {start - began:.1f} s")
     last_returns, timesteps = [np.zeros(0)] * len(seed), 0
     curve, episodes, solved_at, weights = {}, sum(map(len, last_returns)), np.full(len(seed), np.nan), 0.0
-    while timesteps < args.total_timesteps and not interrupted and (args.no_early_stop or np.isnan(solved_at).any()):
+    while timesteps < args.total_timesteps and not (curve and interrupted) and (args.no_early_stop or np.isnan(solved_at).any()):
         state, returns = jax.block_until_ready(chunk(state))
         timesteps += args.updates * args.batch_size
         returns = [run[~np.isnan(run)] for run in np.asarray(returns)]  # of the episodes that ended, in order
@@ -237,9 +237,8 @@ def load(args):
 
 def write_file(path, write):
     """Let `write` fill a temporary file beside `path`, then move it there: the file is whole or not there at all."""
-    with open(f"{path}.{os.getpid()}.tmp", "wb") as file:
-        write(file)
-    os.replace(file.name, path)
+    write(temporary := f"{path[:-4]}.{os.getpid()}{path[-4:]}")
+    os.replace(temporary, path)
 
 
 def spread(values, digits=1):
@@ -260,7 +259,7 @@ def plot(args, result):
     axes.axhline(args.solved_at, color="gray", linestyle=":")
     axes.set(title=f"{SCRIPT}, CartPole-v1", xlabel="environment steps per run", ylabel="mean return, 100 episodes")
     axes.legend()
-    write_file(args.plot, partial(axes.figure.savefig, format="png", dpi=150))
+    write_file(args.plot, partial(axes.figure.savefig, dpi=150))
 
 
 def main(argv=None):
