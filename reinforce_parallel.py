@@ -144,7 +144,7 @@ def collect(args, params, key, num_envs, greedy=False):
         action = select_action(params, obs, noise[t] * (not greedy))
         mask = alive & going(alive)  # runs that are vmapped wait for each other, too
         next_obs, env_state, reward, terminated, truncated, _ = env_step(env_keys[t], env_state, to_bounds(space, action), env_params)
-        batch = jax.tree.map(lambda rows, row: rows.at[t].set(row), batch, Batch(obs, action, reward, mask))
+        batch = Batch(*[rows.at[t].set(row) for rows, row in zip(batch, (obs, action, reward, mask))])
         return t + 1, env_state, next_obs, alive & ~(mask & (terminated | truncated)), batch
     first = Batch(obs, select_action(params, obs, noise[0]), jnp.zeros(num_envs), jnp.zeros(num_envs, bool))
     carry = 0, env_state, obs, ~first.mask, jax.tree.map(lambda row: jnp.zeros((shape[0], *row.shape), row.dtype), first)

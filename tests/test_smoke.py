@@ -11,7 +11,9 @@ ROOT = Path(__file__).parent.parent
 FEW_STEPS = {
     "epsilon_decay_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
     "gridworld_qlearning.py": ["--total-timesteps", "2000", "--log-interval", "1000"],
+    "mountaincar_env.py": ["--num-envs", "8", "--total-timesteps", "3200", "--log-interval", "1600", "--policy", "rocking"],
     "parallel_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
+    "reinforce_parallel.py": ["--num-iterations", "4", "--log-interval", "2", "--eval-episodes", "4"],
     "replay_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
 }
 
@@ -28,7 +30,8 @@ def test_every_script_is_smoke_tested():
 @pytest.mark.parametrize("script", sorted(FEW_STEPS))
 def test_runs_alone_in_an_empty_folder(script, tmp_path):
     shutil.copy(ROOT / script, tmp_path)
-    process = run(script, *FEW_STEPS[script], "--save", "out.npz", "--plot", "out.png", "--num-seeds", "2", cwd=tmp_path)
+    runs = [] if script == "mountaincar_env.py" else ["--num-seeds", "2"]
+    process = run(script, *FEW_STEPS[script], *runs, "--save", "out.npz", "--plot", "out.png", cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
     lines = process.stdout.splitlines()
