@@ -253,7 +253,7 @@ def main(argv=None):
             script=SCRIPT, env="MountainCar-v0", args=vars(args), device=device, num_devices=num_devices, timesteps=timesteps, runs=[row],
             versions=dict(python=sys.version.split()[0], jax=jax.__version__), seconds_to_compile=compiled - began, seconds_to_run=seconds,
             steps_per_second=timesteps / seconds, peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)))
-    sys.exit(130 if stop.any() else 0)
+    sys.exit(130 if interrupted or stop.any() else 0)
 
 
 if __name__ == "__main__":

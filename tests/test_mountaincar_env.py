@@ -361,7 +361,8 @@ def test_ctrl_c_keeps_what_there_is(begin, tmp_path):
     "--seed -1", "--seed 0.5", "--num-envs 0", "--num-envs 1.5", "--num-envs nan", "--num-envs 1e9 --log-interval 1e12",
     "--total-timesteps 0", "--total-timesteps -5", "--total-timesteps inf", "--total-timesteps x", "--policy nonsense",
     "--num-devices 0", "--num-devices 3", "--log-interval 0", "--log-interval nan", "--num-processes 0", "--num-processes 3",
-    "--process-id 2 --num-processes 2", "--process-id 1", "--process-id -1", "--coordinator host --num-processes 2", "--coordinator host:x", "--timeout 0", "--timeout inf", "--coordinator",
+    "--process-id 2 --num-processes 2", "--process-id 1", "--process-id -1",
+    "--coordinator host --num-processes 2", "--coordinator host:x", "--timeout 0", "--timeout inf", "--coordinator",
     "--save missing/x.npz --total-timesteps 1", "--save x.txt --total-timesteps 1", "--save . --total-timesteps 1",
     "--save x.npz --total-timesteps 1e12", "--plot x.jpg", "--plot /", "--gif x.png", "--gif missing/x.gif", "--unknown 1",
 ])
