@@ -158,9 +158,9 @@ def advantages(args, batch):
     _, returns = jax.lax.scan(lambda later, now: (now + args.gamma * later,) * 2, jnp.zeros_like(reward[0]), reward, reverse=True)
     returns = jnp.where(batch.mask, returns, 0.0)
     if args.baseline != "none":
-        total = partial(jnp.sum, axis=1 if args.baseline == "mean" else None, keepdims=True)
-        real, mean = total(batch.mask), total(returns) / jnp.maximum(total(batch.mask), 1)
-        returns = jnp.where(batch.mask, returns - mean, 0.0) * real / jnp.maximum(real - 1, 1)  # the mean as of the others alone
+        axis, own = (1, jnp.asarray) if args.baseline == "mean" else (None, partial(jnp.sum, axis=0, keepdims=True))
+        others = lambda x: jnp.sum(x, axis=axis, keepdims=True) - own(x)  # over the other episodes; with none, there is no advantage
+        returns = jnp.where(batch.mask & (others(batch.mask) > 0), returns - others(returns) / jnp.maximum(others(batch.mask), 1), 0.0)
     return returns if args.no_normalize else returns / (jnp.sqrt(jnp.sum(returns**2) / jnp.sum(batch.mask)) + 1e-8)
 
 
