@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 SCRIPT = Path(__file__).parent.parent / "reinforce_parallel.py"
 CURVES = {  # label: flags, numbers of iterations that take about the same numbers of steps
     "padding": ([], [1, 10, 15, 20, 25, 30, 35, 40]),
-    "truncation": (["--sync", "truncation"], [1, 600, 1200]),
-    "truncation, --baseline time-independent": (["--sync", "truncation", "--baseline", "time-independent"], [1, 50, 100, 200, 400]),
+    "truncation": (["--sync", "truncation"], [1, 600]),
+    "truncation, --baseline time-independent": (["--sync", "truncation", "--baseline", "time-independent"], [1, 50, 100, 200]),
 }
 
 
