@@ -12,29 +12,24 @@ drawn from it uniformly and with replacement, make one gradient step each on the
 
 - The target carries no gradient: semi-gradient Q-learning (Sutton & Barto 2018, sections 11.1-11.5).
 - Only `terminated` cuts the bootstrap: at a time limit the target uses the true final observation.
-- Environments are reset once; from then on gymnax resets each one that is done.
 - After t vector steps an action is random with probability epsilon(t) = max(end, start * decay^t).
 - Used in targets, evaluated and saved is the average of the weights over about the last 1 / tau updates (Lillicrap et al. 2016).
 
     python epsilon_decay_td.py                                    # one run, solved in less than a second
     python epsilon_decay_td.py --num-seeds 20 --plot curve.png    # twenty runs, side by side in one program
-
 Shapes: R runs, T vector steps, K updates each, N environments, B transitions, C slots, F features, A actions.
 """
-import argparse, json, math, os, resource, signal, sys, time
+import argparse, contextlib, json, math, os, resource, signal, sys, time
 from functools import partial
 from typing import NamedTuple
 
 
 def number(kind, low, high, text):
     """An int or float (`kind`) from low to high, for argparse; 2e6 and 2_000_000 are whole numbers too."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high or kind(value) != value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
-    return kind(value)
+    with contextlib.suppress(ValueError):
+        if low <= (value := float(text)) <= high and kind(value) == value:
+            return kind(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
 
 
 def parse_args(argv=None):
@@ -61,6 +56,9 @@ def parse_args(argv=None):
     add("--solved-at", type=rate, default=475.0, help="a run is solved at this mean return of 100 training episodes")
     add("--no-early-stop", action="store_true", help="train for all of --total-timesteps, report the last weights")
     add("--num-devices", type=partial(number, int, 1, 1024), default=1, help="devices that share the runs; CPU: cores")
+    add("--num-processes", type=count, default=1, help="processes, on one or more machines, each with --num-devices devices")
+    add("--process-id", type=partial(number, int, 0, 1e9), help="which of them this is, from 0 (default: ask the cluster)")
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens (default: ask the cluster)")
     add("--log-interval", type=count, default=10_000, help="environment steps per run between progress lines")
     add("--eval-episodes", type=partial(number, int, 0, 1e6), default=100, help="greedy episodes at the end; 0: none")
     add("--save", metavar="FILE.npz", help="write parameters, learning curve and arguments, at each progress line")
@@ -68,19 +66,21 @@ def parse_args(argv=None):
     add("--plot", metavar="FILE.png", help="draw the learning curve")
     add("--json", action="store_true", help="print the report as one line of JSON, progress to standard error")
     args = parser.parse_args(argv)
-    args.runs = args.num_seeds * len(args.learning_rate)
+    args.runs, args.devices = args.num_seeds * len(args.learning_rate), args.num_devices * args.num_processes
     args.steps = math.ceil(min(args.log_interval, args.total_timesteps) / args.num_envs)  # per progress line
     args.warm_up = math.ceil(args.learning_starts / args.num_envs)  # vector steps before the first update
     numbers = args.steps * (9 * args.num_envs + args.updates_per_step * args.batch_size) + 11 * args.buffer_size
     numbers += args.num_centers * (20 + 4 * args.batch_size + 2 * args.num_envs + 2 * args.eval_episodes)
-    if args.buffer_size % args.num_envs or args.runs % args.num_devices:
-        parser.error(f"--num-envs must divide --buffer-size {args.buffer_size}, and --num-devices the {args.runs} runs")
+    if args.buffer_size % args.num_envs or args.runs % args.devices or (args.process_id or 0) >= args.num_processes:
+        parser.error(f"--num-envs must divide --buffer-size, all devices the {args.runs} runs, and --process-id be below --num-processes")
+    if not (args.coordinator or ":0").partition(":")[2].isdigit() or args.evaluate and args.num_processes > 1:
+        parser.error("--coordinator must be HOST:PORT, and --evaluate takes one process")
     if not args.batch_size <= args.learning_starts <= min(args.buffer_size, args.total_timesteps - args.num_envs):
         parser.error("--learning-starts must be at least --batch-size, at most --buffer-size, below --total-timesteps")
     if args.end_e > args.start_e:
         parser.error(f"--end-e {args.end_e} must be at most --start-e {args.start_e}")
-    if 4 * args.runs * numbers > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        parser.error(f"this needs about {4 * args.runs * numbers / 2**30:.0f} GiB of memory, more than there is")
+    if (memory := 4 * args.runs * numbers / args.num_processes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        parser.error(f"this needs about {memory / 2**30:.0f} GiB of memory, more than there is")
     for path, ending in (args.save, ".npz"), (args.plot, ".png"):
         folder = os.path.dirname(os.path.abspath(path or "."))
         if path is not None and (path[-4:] != ending or os.path.isdir(path) or not os.access(folder, os.W_OK)):
@@ -91,16 +91,19 @@ def parse_args(argv=None):
 if __name__ == "__main__":  # before jax is imported, which takes seconds and then reads these settings
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # nothing is learned yet
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(parse_args().num_devices)
-    fast = "--xla_cpu_prefer_vector_width=512 --xla_disable_hlo_passes=cpu-parallel-task-assigner "  # +50 % on a CPU
-    os.environ["XLA_FLAGS"] = fast + os.environ.get("XLA_FLAGS", "")  # wide vectors, small arrays not split over cores
+    fast = "--xla_cpu_prefer_vector_width=512 --xla_disable_hlo_passes=cpu-parallel-task-assigner "  # +50 %: arrays not split over cores
+    os.environ |= dict(JAX_NUM_CPU_DEVICES=str((args := parse_args()).num_devices), XLA_FLAGS=fast + os.environ.get("XLA_FLAGS", ""))
+    if args.num_processes > 1:  # jax joins them into one program, and ends it where one of them is lost
+        sys.stdout, _ = os.fdopen(os.dup(1), "w"), os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ours; jax's network layer prints, too
+        sys.excepthook = lambda *error: os._exit(sys.stderr.write(f"processes cannot go on; saved so far: {args.save}; {error[1]}\n") > 0)
+        import jax
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
 
-import gymnax, jax, jax.numpy as jnp, numpy as np, optax
+import gymnax, jax, jax.experimental.multihost_utils as multihost, jax.numpy as jnp, numpy as np, optax
 
 SCRIPT = os.path.basename(__file__)
 ENV, ENV_PARAMS = gymnax.make("CartPole-v1")
-env_reset = jax.vmap(ENV.reset, in_axes=(0, None))  # of all environments, each with its key
-env_step = jax.vmap(ENV.step, in_axes=(0, 0, 0, None))
+env_reset, env_step = jax.vmap(ENV.reset, in_axes=(0, None)), jax.vmap(ENV.step, in_axes=(0, 0, 0, None))  # of N, each with its key
 OBS_SCALE = np.array([2.4, 3.0, 0.2, 3.0], np.float32)  # about the largest: m (edge of track), m/s, rad (pole falls), rad/s
 
 
@@ -155,8 +158,7 @@ def vector_step(args, state, noise):
     action = jnp.where(random, random_action, jnp.argmax(q_values, axis=-1))  # epsilon-greedy
     obs, env_state, reward, terminated, truncated, info = env_step(env_key, state.env_state, action, ENV_PARAMS)
     transition = Transition(state.obs, action, reward, info["final_observation"], terminated)
-    done = terminated | truncated
-    episode_return = state.episode_return + reward
+    done, episode_return = terminated | truncated, state.episode_return + reward
     state = state._replace(env_state=env_state, obs=obs, episode_return=jnp.where(done, 0.0, episode_return))
     return state, (transition, jnp.where(done, episode_return, jnp.nan))
 
@@ -238,37 +240,36 @@ def train(args, say, interrupted):
     began = time.perf_counter()
     seed = np.tile(args.seed + np.arange(args.num_seeds, dtype=np.uint32), len(args.learning_rate))
     learning_rate = np.repeat(args.learning_rate, args.num_seeds)
-    state = over_runs(partial(init_state, args), args.num_devices)(seed, learning_rate)
-    state, returns = over_runs(partial(train_chunk, args, args.warm_up, 0), args.num_devices, donate_argnums=0)(state)  # fill
-    chunk = partial(train_chunk, args, args.steps, args.updates_per_step)
-    chunk = over_runs(chunk, args.num_devices, donate_argnums=0).lower(state).compile()
-    start = time.perf_counter()
-    say(f"compiled in {start - began:.1f} s")
-    last_returns, timesteps = [run[~np.isnan(run)] for run in np.asarray(returns)], args.warm_up * args.num_envs
-    curve, episodes, solved_at, weights = {}, sum(map(len, last_returns)), np.full(len(seed), np.nan), 0.0
-    while timesteps < args.total_timesteps and not (curve and interrupted) and (args.no_early_stop or np.isnan(solved_at).any()):
-        state, returns = jax.block_until_ready(chunk(state))
-        timesteps += args.steps * args.num_envs
-        returns = [run[~np.isnan(run)] for run in np.asarray(returns)]  # of the episodes that ended, in order
+    state = over_runs(partial(init_state, args), args.devices)(seed, learning_rate)
+    state, returns = over_runs(partial(train_chunk, args, args.warm_up, 0), args.devices, donate_argnums=0)(state)  # fill
+    chunk = over_runs(partial(train_chunk, args, args.steps, args.updates_per_step), args.devices, donate_argnums=0).lower(state).compile()
+    say(f"compiled in {(start := time.perf_counter()) - began:.1f} s")
+    last_returns, timesteps = [x[~np.isnan(x)] for x in multihost.process_allgather(returns, tiled=True)], args.warm_up * args.num_envs
+    curve, episodes, stop = {}, sum(map(len, last_returns)), np.zeros(1)
+    solved_at, weights = np.full(len(seed), np.nan), 0.0
+    while timesteps < args.total_timesteps and not stop.any() and (args.no_early_stop or np.isnan(solved_at).any()):  # stop: Ctrl-C
+        (state, returns), timesteps = jax.block_until_ready(chunk(state)), timesteps + args.steps * args.num_envs
+        returns, average, stop = multihost.process_allgather((returns, state.average, np.array([len(interrupted)])), tiled=True)
+        returns = [run[~np.isnan(run)] for run in returns]  # of the episodes that ended, in order
         last_returns = [np.append(last, new)[-100:] for last, new in zip(last_returns, returns)]
         curve[timesteps] = [last.mean() if len(last) else np.nan for last in last_returns]
         episodes, unsolved = episodes + sum(map(len, returns)), np.isnan(solved_at)
         solved = [len(last) == 100 and mean >= args.solved_at for last, mean in zip(last_returns, curve[timesteps])]
         solved_at = np.where(unsolved & solved, timesteps, solved_at)
-        weights = np.where((unsolved | args.no_early_stop)[:, None, None], state.average, weights)  # once solved, kept
+        weights = np.where((unsolved | args.no_early_stop)[:, None, None], average, weights)  # once solved, kept
         seconds, steps = time.perf_counter() - start, timesteps * len(seed)
         say(f"step {timesteps:>9,}  return {spread(curve[timesteps])}  episodes {episodes:>7,}  {steps / seconds / 1e6:.2f} M steps/s  "
             f"epsilon {epsilon(args, timesteps / args.num_envs):.3f}")
         for run in np.flatnonzero(~np.isfinite(weights).all(axis=(1, 2))):
             sys.exit(f"step {timesteps:,}: weights not finite with seed {seed[run]}, learning rate {learning_rate[run]:g}")
-        result = dict(
-            seed=seed, learning_rate=learning_rate, solved_at=solved_at, centers=np.array(state.centers.mT), weights=weights,
-            curve_timesteps=np.array(list(curve)), curve_return=np.array(list(curve.values())).T, timesteps=steps,
+        result = dict(seed=seed, learning_rate=learning_rate, solved_at=solved_at, weights=weights, timesteps=steps,
+            centers=multihost.process_allgather(state.centers.mT, tiled=True), curve_timesteps=np.array(list(curve)),
+            curve_return=np.array(list(curve.values())).T,
             seconds_to_compile=start - began, seconds_to_run=seconds, steps_per_second=steps / seconds)
-        if args.save:
+        if args.save and jax.process_index() == 0:
             write_file(args.save, partial(np.savez, args=json.dumps(vars(args)), **result))
     say(f"{steps:,} steps in {seconds:.2f} s after compiling, {steps / seconds / 1e6:.2f} M steps/s")
-    return result
+    return result, stop.any()
 
 
 def load(args):
@@ -317,15 +318,13 @@ def main(argv=None):
     args = parse_args(argv)
     interrupted = []  # by Ctrl-C: the chunk under way ends, the report follows; a second Ctrl-C ends the program
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
-    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
+    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if jax.process_index() == 0 else lambda text: None
     device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate else None
-    say(f"{SCRIPT}: CartPole-v1, environments: {args.num_envs}, runs: {args.runs}, device: {args.num_devices} x {device}")
+    say(f"{SCRIPT}: CartPole-v1, environments: {args.num_envs}, runs: {args.runs}, device: {args.devices} x {device}")
     say(f"replay buffers of all runs: {args.runs * args.buffer_size * 41 / 2**20:,.0f} MiB")  # 41 bytes a transition
-    result = saved or train(args, say, interrupted)
-    returns = np.full((args.runs, 1), np.nan)
-    if args.eval_episodes:
-        greedy = over_runs(partial(evaluate, args), math.gcd(args.num_devices, args.runs))
-        returns = np.asarray(greedy(result["weights"], result["centers"].mT, result["seed"]))
+    result, stopped = (saved, False) if saved else train(args, say, interrupted)
+    greedy = partial(over_runs(partial(evaluate, args), math.gcd(args.devices, args.runs)), result["weights"], result["centers"].mT)
+    returns = multihost.process_allgather(greedy(result["seed"]), tiled=True) if args.eval_episodes else np.full((args.runs, 1), np.nan)
     table = {name: result[name] for name in ("seed", "learning_rate", "solved_at")} | dict(
         training_return=result["curve_return"][:, -1], eval_mean=returns.mean(1), eval_std=returns.std(1), eval_min=returns.min(1))
     for rate in np.unique(table["learning_rate"]):
@@ -334,16 +333,15 @@ def main(argv=None):
             f"{spread(of['solved_at'], 0)}; training return {spread(of['training_return'])}\n  {args.eval_episodes} greedy "
             f"episodes: mean {spread(of['eval_mean'])}, std {spread(of['eval_std'])}, min {spread(of['eval_min'])}; "
             f"{(of['eval_mean'] >= args.solved_at).sum()} of {len(of['seed'])} runs pass")
-    if args.plot:
+    if args.plot and jax.process_index() == 0:
         plot(args, result)
-    if args.json:
-        print(json.dumps(dict(
-            script=SCRIPT, env="CartPole-v1", args=vars(args), device=device, num_devices=args.num_devices,
+    if args.json and jax.process_index() == 0:
+        print(json.dumps(dict(script=SCRIPT, env="CartPole-v1", args=vars(args), device=device, num_devices=args.devices,
             versions=dict(python=sys.version.split()[0], jax=jax.__version__, optax=optax.__version__),
-            **{name: float(result[name]) for name in ("seconds_to_compile", "seconds_to_run", "timesteps", "steps_per_second")},
             peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            **{name: float(result[name]) for name in ("seconds_to_compile", "seconds_to_run", "timesteps", "steps_per_second")},
             runs=[{name: None if x != x else x for name, x in zip(table, row)} for row in zip(*map(np.ndarray.tolist, table.values()))])))
-    sys.exit(130 if interrupted else 0)
+    sys.exit(130 if interrupted or stopped else 0)
 
 
 if __name__ == "__main__":

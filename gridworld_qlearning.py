@@ -15,20 +15,17 @@ deterministic: Q*(s, a) = gamma^(d - 1) is known, where d is the length of the s
     python gridworld_qlearning.py --num-seeds 30 --plot grid.png     # thirty agents, side by side in one program
 Shapes: R agents, T steps, S = H * W cells, numbered row by row, A = 4 actions: right, down, left, up.
 """
-import argparse, json, math, os, resource, signal, sys, time
+import argparse, contextlib, json, math, os, resource, signal, sys, time
 from functools import partial
 from typing import NamedTuple
 
 
 def number(kind, low, high, text):
     """An int or float (`kind`) from low to high, for argparse; 2e6 and 2_000_000 are whole numbers too."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high or kind(value) != value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
-    return kind(value)
+    with contextlib.suppress(ValueError):
+        if low <= (value := float(text)) <= high and kind(value) == value:
+            return kind(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
 
 
 def parse_args(argv=None):
@@ -47,21 +44,24 @@ def parse_args(argv=None):
     add("--gamma", type=share, default=0.9, help="discount factor")
     add("--epsilon", type=share, default=0.1, help="probability of a random action")
     add("--num-devices", type=partial(number, int, 1, 1024), default=1, help="devices that share the runs; CPU: cores")
+    add("--num-processes", type=count, default=1, help="processes, on one or more machines, each with --num-devices devices")
+    add("--process-id", type=partial(number, int, 0, 1e9), help="which of them this is, from 0 (default: ask the cluster)")
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens (default: ask the cluster)")
     add("--log-interval", type=count, default=100_000, help="steps per agent between progress lines, in thousands")
     add("--save", metavar="FILE.npz", help="write tables, learning curve and arguments, at each progress line")
     add("--evaluate", metavar="FILE.npz", help="do not train: show what --save wrote")
     add("--plot", metavar="FILE.png", help="draw values, greedy actions and the learning curve")
     add("--json", action="store_true", help="print the report as one line of JSON, progress to standard error")
     args = parser.parse_args(argv)
-    rows, columns = args.grid_size
-    args.start = args.start or [rows - 1, columns - 1]
-    args.runs = args.num_seeds * len(args.learning_rate)
+    (rows, columns), args.start = args.grid_size, args.start or [size - 1 for size in args.grid_size]
+    args.runs, args.devices = args.num_seeds * len(args.learning_rate), args.num_devices * args.num_processes
     args.blocks = math.ceil(min(args.log_interval, args.total_timesteps) / BLOCK)  # per progress line
-    memory = 4 * args.runs * (8 * rows * columns + 4 * BLOCK)  # bytes: the tables, and the random numbers of a block
+    memory = 4 * args.runs / args.num_processes * (8 * rows * columns + 4 * BLOCK)  # bytes: the tables, and the random numbers of a block
     if any(row >= rows or column >= columns for row, column in (args.start, args.goal)) or args.start == args.goal:
         parser.error(f"--start {args.start} and --goal {args.goal} must be two different cells of the {rows} x {columns} grid")
-    if args.runs % args.num_devices:
-        parser.error(f"--num-devices must divide the {args.runs} runs")
+    if args.runs % args.devices or (args.process_id or 0) >= args.num_processes or (
+            args.coordinator and not args.coordinator.partition(":")[2].isdigit()):
+        parser.error(f"all devices must divide the {args.runs} runs, --process-id be below --num-processes, --coordinator be HOST:PORT")
     if memory > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         parser.error(f"this needs about {memory / 2**30:.0f} GiB of memory, more than there is")
     for path, ending in (args.save, ".npz"), (args.plot, ".png"):
@@ -75,11 +75,15 @@ BLOCK = 1000  # steps whose random numbers are drawn at once: one by one they wo
 if __name__ == "__main__":  # before jax is imported, which takes seconds and then reads these settings
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # nothing is learned yet
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(parse_args().num_devices)
-    one_function = " --xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"  # the loop over steps
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + one_function
+    fast = " --xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"  # the loop over steps is one function
+    os.environ |= dict(JAX_NUM_CPU_DEVICES=str((args := parse_args()).num_devices), XLA_FLAGS=os.environ.get("XLA_FLAGS", "") + fast)
+    if args.num_processes > 1:  # jax joins them into one program, and ends it where one of them is lost
+        sys.stdout, _ = os.fdopen(os.dup(1), "w"), os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ours; jax's network layer prints, too
+        sys.excepthook = lambda *error: os._exit(sys.stderr.write(f"processes cannot go on; saved so far: {args.save}; {error[1]}\n") > 0)
+        import jax
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
 
-import jax, jax.numpy as jnp, numpy as np
+import jax, jax.experimental.multihost_utils as multihost, jax.numpy as jnp, numpy as np
 
 SCRIPT = os.path.basename(__file__)
 
@@ -137,8 +141,8 @@ def q_step(args, world, state, bits):
     action = select_action(values, bits[0], args.epsilon)
     cell, next_cell, reward, terminated = step(world, state.cell, action, bits[-1])
     target = reward + args.gamma * jnp.where(terminated, 0.0, jnp.max(action_values(state.q_table, next_cell)))
-    change = state.learning_rate * (target - values[action])
-    q_table = state.q_table.at[4 * state.cell + action].add(change, mode="promise_in_bounds")
+    value = values[action] + state.learning_rate * (target - values[action])
+    q_table = state.q_table.at[4 * state.cell + action].set(value, mode="promise_in_bounds")
     return state._replace(q_table=q_table, cell=cell, episodes=state.episodes + terminated), None
 
 
@@ -180,26 +184,24 @@ def train(args, say, interrupted):
     seed = np.tile(args.seed + np.arange(args.num_seeds, dtype=np.uint32), len(args.learning_rate))
     learning_rate = np.repeat(args.learning_rate, args.num_seeds)
     world = make_grid_world(*args.grid_size, args.start, args.goal, args.random_start)
-    state = over_runs(partial(init_state, args, world), args.num_devices)(seed, learning_rate)
-    chunk = over_runs(partial(train_chunk, args, world), args.num_devices, donate_argnums=0).lower(state).compile()
-    start = time.perf_counter()
-    say(f"compiled in {start - began:.1f} s")
-    curve, timesteps, episodes = {}, 0, np.zeros(len(seed), int)
-    while timesteps < args.total_timesteps and not (curve and interrupted):
-        state = jax.block_until_ready(chunk(state))
-        timesteps, finished, episodes = timesteps + args.blocks * BLOCK, state.episodes - episodes, np.array(state.episodes)
-        curve[timesteps] = np.where(finished, args.blocks * BLOCK / np.maximum(finished, 1), np.nan)
+    state = over_runs(partial(init_state, args, world), args.devices)(seed, learning_rate)
+    chunk = over_runs(partial(train_chunk, args, world), args.devices, donate_argnums=0).lower(state).compile()
+    say(f"compiled in {(start := time.perf_counter()) - began:.1f} s")
+    curve, timesteps, episodes, stop = {}, 0, np.zeros(len(seed), int), np.zeros(1)
+    while timesteps < args.total_timesteps and not stop.any():  # stop: Ctrl-C
+        state, before, timesteps = jax.block_until_ready(chunk(state)), episodes, timesteps + args.blocks * BLOCK
+        q_table, episodes, stop = multihost.process_allgather((state.q_table, state.episodes, np.array([len(interrupted)])), tiled=True)
+        curve[timesteps] = args.blocks * BLOCK / np.where(episodes > before, episodes - before, np.nan)
         seconds, steps = time.perf_counter() - start, timesteps * len(seed)
         speed = f"{steps / seconds / 1e6:.1f} M steps/s"
         say(f"step {timesteps:>11,}  steps per episode {spread(curve[timesteps])}  episodes {episodes.sum():>9,}  {speed}")
-        result = dict(
-            seed=seed, learning_rate=learning_rate, q_table=np.array(state.q_table).reshape(len(seed), *args.grid_size, 4),
-            curve_timesteps=np.array(list(curve)), curve_steps_per_episode=np.array(list(curve.values())).T, timesteps=steps,
+        result = dict(seed=seed, learning_rate=learning_rate, q_table=q_table.reshape(len(seed), *args.grid_size, 4), timesteps=steps,
+            curve_timesteps=np.array(list(curve)), curve_steps_per_episode=np.array(list(curve.values())).T,
             seconds_to_compile=start - began, seconds_to_run=seconds, steps_per_second=steps / seconds)
-        if args.save:
+        if args.save and jax.process_index() == 0:
             write_file(args.save, partial(np.savez, args=json.dumps(vars(args)), **result))
     say(f"{steps:,} steps in {seconds:.2f} s after compiling, {speed}")
-    return result
+    return result, stop.any()
 
 
 def load(args):
@@ -247,10 +249,10 @@ def main(argv=None):
     args = parse_args(argv)
     interrupted = []  # by Ctrl-C: the chunk under way ends, the report follows; a second Ctrl-C ends the program
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
-    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
+    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if jax.process_index() == 0 else lambda text: None
     device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate else None
-    say(f"{SCRIPT}: grid {args.grid_size}, agents: {args.runs}, device: {args.num_devices} x {device}")
-    result = saved or train(args, say, interrupted)
+    say(f"{SCRIPT}: grid {args.grid_size}, agents: {args.runs}, device: {args.devices} x {device}")
+    result, stopped = (saved, False) if saved else train(args, say, interrupted)
     mean = result["q_table"].mean(axis=0)
     signs = np.where(mean.max(axis=-1) > 0, np.array(list(">v<^"))[mean.argmax(axis=-1)], ".")  # . where all values are 0
     signs[*args.goal] = "G"
@@ -263,16 +265,15 @@ def main(argv=None):
         of = result["learning_rate"] == rate
         say(f"learning rate {rate:g}: greedy path {spread(lengths[of])} steps, the shortest {shortest}: {(lengths[of] == shortest).sum()} "
             f"of {of.sum()} agents; value of the start {spread(values[of], 5)}, exactly {args.gamma ** (shortest - 1):.5f}")
-    if args.plot:
+    if args.plot and jax.process_index() == 0:
         plot(args, result, signs)
-    if args.json:
-        print(json.dumps(dict(
-            script=SCRIPT, env="GridWorld", args=vars(args), device=device, num_devices=args.num_devices, shortest_path=shortest,
-            versions=dict(python=sys.version.split()[0], jax=jax.__version__),
+    if args.json and jax.process_index() == 0:
+        print(json.dumps(dict(script=SCRIPT, env="GridWorld", args=vars(args), device=device, num_devices=args.devices,
+            versions=dict(python=sys.version.split()[0], jax=jax.__version__), shortest_path=shortest,
             **{name: float(result[name]) for name in ("seconds_to_compile", "seconds_to_run", "timesteps", "steps_per_second")},
             peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             runs=[{name: None if x != x else x for name, x in zip(table, row)} for row in zip(*map(np.ndarray.tolist, table.values()))])))
-    sys.exit(130 if interrupted else 0)
+    sys.exit(130 if interrupted or stopped else 0)
 
 
 if __name__ == "__main__":

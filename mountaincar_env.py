@@ -13,20 +13,17 @@ A car too weak for the hill must swing back first (Moore 1990; Sutton & Barto 20
     python mountaincar_env.py --num-devices 2                                   # 10^9 random steps
     python mountaincar_env.py --policy rocking --plot cars.png --gif car.gif    # a policy that gets there
 """
-import argparse, json, math, os, resource, signal, sys, threading, time
+import argparse, contextlib, json, math, os, resource, signal, sys, threading, time
 from functools import partial
 from typing import NamedTuple
 
 
 def number(kind, low, high, text):
     """An int or float (`kind`) from low to high, for argparse; 2e6 and 2_000_000 are whole numbers too."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high or kind(value) != value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
-    return kind(value)
+    with contextlib.suppress(ValueError):
+        if low <= (value := float(text)) <= high and kind(value) == value:
+            return kind(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
 
 
 def parse_args(argv=None):
@@ -86,8 +83,7 @@ if __name__ == "__main__":  # before jax is imported, which takes seconds and th
     fast += "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000 "  # a loop is one function
     os.environ["XLA_FLAGS"] = fast + os.environ.get("XLA_FLAGS", "")
     if args.num_processes > 1:
-        sys.stdout = os.fdopen(os.dup(1), "w")  # for us; what jax's network layer prints goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stdout, _ = os.fdopen(os.dup(1), "w"), os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ours; jax's network layer prints, too
         import jax
         where = args.coordinator, args.num_processes, args.process_id
         within(args.timeout, jax.distributed.initialize, *where, initialization_timeout=2 * args.timeout)

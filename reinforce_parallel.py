@@ -15,7 +15,7 @@ Each iteration plays N episodes with the policy pi as it is, and then makes one 
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --num-iterations 300 --gamma 0.95 --learning-rate 5e-3
 Shapes: R runs, I iterations, T steps (the time limit), N environments, D observation, A actions (or their dimension).
 """
-import argparse, json, math, os, resource, signal, sys, time
+import argparse, contextlib, json, math, os, resource, signal, sys, time
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -29,13 +29,10 @@ SCRIPT = os.path.basename(__file__)
 
 def number(kind, low, high, text):
     """An int or float (`kind`) from low to high, for argparse; 2e6 and 2_000_000 are whole numbers too."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high or kind(value) != value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
-    return kind(value)
+    with contextlib.suppress(ValueError):
+        if low <= (value := float(text)) <= high and kind(value) == value:
+            return kind(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
 
 
 def parse_args(argv=None):
@@ -56,6 +53,9 @@ def parse_args(argv=None):
     add("--solved-at", type=partial(number, float, -1e38, 1e38), help="mean return of 100 training episodes (CartPole-v1: 475)")
     add("--no-early-stop", action="store_true", help="make all iterations, report the last parameters")
     add("--num-devices", type=partial(number, int, 1, 1024), default=1, help="devices that share the runs; CPU: cores")
+    add("--num-processes", type=count, default=1, help="processes, on one or more machines, each with --num-devices devices")
+    add("--process-id", type=partial(number, int, 0, 1e9), help="which of them this is, from 0 (default: ask the cluster)")
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens (default: ask the cluster)")
     add("--log-interval", type=count, default=5, help="iterations between progress lines")
     add("--eval-episodes", type=partial(number, int, 0, 1e6), default=100, help="greedy episodes at the end; 0: none")
     add("--save", metavar="FILE.npz", help="write parameters, learning curve and arguments, at each progress line")
@@ -64,15 +64,18 @@ def parse_args(argv=None):
     add("--gif", metavar="FILE.gif", help="draw a greedy episode of the first run as a film")
     add("--json", action="store_true", help="print the report as one line of JSON, progress to standard error")
     args = parser.parse_args(argv)
-    args.runs, args.log_interval = args.num_seeds * len(args.learning_rate), min(args.log_interval, args.num_iterations)
+    args.runs, args.devices = args.num_seeds * len(args.learning_rate), args.num_devices * args.num_processes
+    args.log_interval = min(args.log_interval, args.num_iterations)
     args.solved_at = {None: 475.0 if args.env_id == "CartPole-v1" else 1e38}.get(args.solved_at, args.solved_at)  # 1e38: never
     numbers = TIME_LIMIT[args.env_id] * max(args.num_envs * (30 + 4 * args.hidden_size), 30 * args.eval_episodes)
-    if args.runs % args.num_devices:
-        parser.error(f"--num-devices must divide the {args.runs} runs")
+    if args.runs % args.devices or (args.process_id or 0) >= args.num_processes:
+        parser.error(f"all devices must divide the {args.runs} runs, and --process-id be below --num-processes")
+    if not (args.coordinator or ":0").partition(":")[2].isdigit() or args.evaluate and args.num_processes > 1:
+        parser.error("--coordinator must be HOST:PORT, and --evaluate takes one process")
     if args.gif and args.env_id not in list(TIME_LIMIT)[:8]:
         parser.error(f"--gif can draw {', '.join(list(TIME_LIMIT)[:8])}")
-    if 4 * args.runs * numbers > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        parser.error(f"this needs about {4 * args.runs * numbers / 2**30:.0f} GiB of memory, more than there is")
+    if (memory := 4 * args.runs * numbers / args.num_processes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        parser.error(f"this needs about {memory / 2**30:.0f} GiB of memory, more than there is")
     for path, ending in (args.save, ".npz"), (args.plot, ".png"), (args.gif, ".gif"):
         folder = os.path.dirname(os.path.abspath(path or "."))
         if path is not None and (path[-4:] != ending or os.path.isdir(path) or not os.access(folder, os.W_OK)):
@@ -83,11 +86,15 @@ def parse_args(argv=None):
 if __name__ == "__main__":  # before jax is imported, which takes seconds and then reads these settings
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # nothing is learned yet
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(parse_args().num_devices)
-    fast = "--xla_cpu_prefer_vector_width=512 --xla_disable_hlo_passes=cpu-parallel-task-assigner "  # +50 % on a CPU
-    os.environ["XLA_FLAGS"] = fast + os.environ.get("XLA_FLAGS", "")  # wide vectors, small arrays not split over cores
+    fast = "--xla_cpu_prefer_vector_width=512 --xla_disable_hlo_passes=cpu-parallel-task-assigner "  # +50 %: arrays not split over cores
+    os.environ |= dict(JAX_NUM_CPU_DEVICES=str((args := parse_args()).num_devices), XLA_FLAGS=fast + os.environ.get("XLA_FLAGS", ""))
+    if args.num_processes > 1:  # jax joins them into one program, and ends it where one of them is lost
+        sys.stdout, _ = os.fdopen(os.dup(1), "w"), os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ours; jax's network layer prints, too
+        sys.excepthook = lambda *error: os._exit(sys.stderr.write(f"processes cannot go on; saved so far: {args.save}; {error[1]}\n") > 0)
+        import jax
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
 
-import gymnax, jax, jax.numpy as jnp, numpy as np, optax
+import gymnax, jax, jax.experimental.multihost_utils as multihost, jax.numpy as jnp, numpy as np, optax
 
 make = cache(gymnax.make)  # main calls it outside of jit first: inside, some environments cannot be made
 
@@ -209,36 +216,35 @@ def train(args, say, interrupted):
     began = time.perf_counter()
     seed = np.tile(args.seed + np.arange(args.num_seeds, dtype=np.uint32), len(args.learning_rate))
     learning_rate = np.repeat(args.learning_rate, args.num_seeds)
-    state = over_runs(partial(init_state, args), args.num_devices)(seed, learning_rate)
+    state = over_runs(partial(init_state, args), args.devices)(seed, learning_rate)
     iterate = partial(jax.lax.scan, partial(train_iteration, args), length=args.log_interval)
-    chunk = over_runs(iterate, args.num_devices, donate_argnums=0).lower(state).compile()
-    start = time.perf_counter()
-    say(f"compiled in {start - began:.1f} s")
-    last_returns, timesteps, iterations = [np.zeros(0)] * len(seed), np.zeros(len(seed), int), 0
+    chunk = over_runs(iterate, args.devices, donate_argnums=0).lower(state).compile()
+    say(f"compiled in {(start := time.perf_counter()) - began:.1f} s")
+    last_returns, timesteps, iterations, stop = [np.zeros(0)] * len(seed), np.zeros(len(seed), int), 0, np.zeros(1)
     curve, solved_at, params = {}, np.full(len(seed), np.nan), dict.fromkeys(state.params, 0.0)
-    while iterations < args.num_iterations and not (curve and interrupted) and (args.no_early_stop or np.isnan(solved_at).any()):
-        state, (returns, lengths) = jax.block_until_ready(chunk(state))
-        iterations, timesteps = iterations + args.log_interval, timesteps + np.asarray(lengths).sum(axis=(1, 2), dtype=int)
-        returns = [run[~np.isnan(run)] for run in np.asarray(returns)]  # of the episodes that ended, in order
+    while iterations < args.num_iterations and not stop.any() and (args.no_early_stop or np.isnan(solved_at).any()):  # stop: Ctrl-C
+        state, out = jax.block_until_ready(chunk(state))
+        (returns, lengths), new, stop = multihost.process_allgather((out, state.params, np.array([len(interrupted)])), tiled=True)
+        iterations, timesteps = iterations + args.log_interval, timesteps + lengths.sum(axis=(1, 2), dtype=int)
+        returns = [run[~np.isnan(run)] for run in returns]  # of the episodes that ended, in order
         last_returns = [np.append(last, new)[-100:] for last, new in zip(last_returns, returns)]
         means = curve[timesteps.mean()] = [last.mean() if len(last) else np.nan for last in last_returns]
         learning = np.isnan(solved_at) | args.no_early_stop  # once solved, parameters are kept
         solved = [len(last) == 100 and mean >= args.solved_at for last, mean in zip(last_returns, means)]
         solved_at = np.where(np.isnan(solved_at) & solved, timesteps, solved_at)
-        params = {name: np.where(learning.reshape(-1, *[1] * (new.ndim - 1)), new, params[name]) for name, new in state.params.items()}
+        params = {name: np.where(learning.reshape(-1, *[1] * (new[name].ndim - 1)), new[name], params[name]) for name in params}
         seconds, steps = time.perf_counter() - start, timesteps.sum()
         say(f"iteration {iterations:>6,}  length {spread(np.mean(lengths[:, -1], axis=1))}  return {spread(means)}  "
             f"step {timesteps.mean():>11,.0f}  {steps / seconds / 1e6:.2f} M steps/s")
         for run, name in [(run, name) for name in params for run in range(len(seed)) if not np.isfinite(params[name][run]).all()]:
             sys.exit(f"iteration {iterations:,}: {name} not finite with seed {seed[run]}, learning rate {learning_rate[run]:g}")
-        result = dict(
-            seed=seed, learning_rate=learning_rate, solved_at=solved_at, **params, timesteps=steps,
+        result = dict(seed=seed, learning_rate=learning_rate, solved_at=solved_at, **params, timesteps=steps,
             curve_timesteps=np.array(list(curve)), curve_return=np.array(list(curve.values())).T,
             seconds_to_compile=start - began, seconds_to_run=seconds, steps_per_second=steps / seconds)
-        if args.save:
+        if args.save and jax.process_index() == 0:
             write_file(args.save, partial(np.savez, args=json.dumps(vars(args)), **result))
     say(f"{steps:,} steps in {seconds:.2f} s after compiling, {steps / seconds / 1e6:.2f} M steps/s")
-    return result
+    return result, stop.any()
 
 
 def load(args):
@@ -304,14 +310,14 @@ def main(argv=None):
     args = parse_args(argv)
     interrupted = []  # by Ctrl-C: the chunk under way ends, the report follows; a second Ctrl-C ends the program
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
-    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
+    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if jax.process_index() == 0 else lambda text: None
     make(args.env_id)
     device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate else None
-    say(f"{SCRIPT}: {args.env_id}, environments: {args.num_envs}, runs: {args.runs}, device: {args.num_devices} x {device}")
-    result = saved or train(args, say, interrupted)
+    say(f"{SCRIPT}: {args.env_id}, environments: {args.num_envs}, runs: {args.runs}, device: {args.devices} x {device}")
+    result, stopped = (saved, False) if saved else train(args, say, interrupted)
     params = {name: result[name] for name in ("w0", "b0", "w1", "b1", "log_std") if name in result}
-    greedy = over_runs(partial(evaluate, args), math.gcd(args.num_devices, args.runs))
-    returns, lengths = np.array(greedy(params, result["seed"])) if args.eval_episodes else np.full((2, args.runs, 1), np.nan)
+    greedy = partial(over_runs(partial(evaluate, args), math.gcd(args.devices, args.runs)), params, result["seed"])
+    returns, lengths = multihost.process_allgather(greedy(), tiled=True) if args.eval_episodes else np.full((2, args.runs, 1), np.nan)
     table = {name: result[name] for name in ("seed", "learning_rate", "solved_at")} | dict(
         training_return=result["curve_return"][:, -1],
         eval_mean=returns.mean(1), eval_std=returns.std(1), eval_min=returns.min(1), eval_length=lengths.mean(1))
@@ -322,18 +328,17 @@ def main(argv=None):
             f"{spread(of['training_return'])}\n  {args.eval_episodes} greedy episodes: mean {spread(of['eval_mean'])}, std "
             f"{spread(of['eval_std'])}, min {spread(of['eval_min'])}; {passed} pass; length {spread(of['eval_length'])}, of the "
             f"time limit {np.mean(of['eval_length']) / TIME_LIMIT[args.env_id]:.2f}")
-    if args.plot:
+    if args.plot and jax.process_index() == 0:
         plot(args, result)
-    if args.gif:
+    if args.gif and jax.process_index() == 0:
         film(args, {name: value[0] for name, value in params.items()})
-    if args.json:
-        print(json.dumps(dict(
-            script=SCRIPT, env=args.env_id, args=vars(args), device=device, num_devices=args.num_devices,
+    if args.json and jax.process_index() == 0:
+        print(json.dumps(dict(script=SCRIPT, env=args.env_id, args=vars(args), device=device, num_devices=args.devices,
             versions=dict(python=sys.version.split()[0], jax=jax.__version__, optax=optax.__version__),
             peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             **{name: float(result[name]) for name in ("seconds_to_compile", "seconds_to_run", "timesteps", "steps_per_second")},
             runs=[{name: None if x != x else x for name, x in zip(table, row)} for row in zip(*map(np.ndarray.tolist, table.values()))])))
-    sys.exit(130 if interrupted else 0)
+    sys.exit(130 if interrupted or stopped else 0)
 
 
 if __name__ == "__main__":
