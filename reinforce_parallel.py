@@ -53,8 +53,8 @@ def parse_args(argv=None):
     add("--solved-at", type=partial(number, float, -1e38, 1e38), help="mean return of 100 training episodes (CartPole-v1: 475)")
     add("--no-early-stop", action="store_true", help="make all iterations, report the last parameters")
     add("--num-devices", type=partial(number, int, 1, 1024), default=1, help="devices that share the runs; CPU: cores")
-    add("--num-processes", type=count, default=1, help="processes, on one or more machines, each with --num-devices devices")
-    add("--process-id", type=partial(number, int, 0, 1e9), help="which of them this is, from 0 (default: ask the cluster)")
+    add("--num-processes", type=partial(number, int, 1, 1e5), default=1, help="processes, on any machines, each with --num-devices devices")
+    add("--process-id", type=partial(number, int, 0, 1e5), help="which of them this is, from 0 (default: ask the cluster)")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens (default: ask the cluster)")
     add("--log-interval", type=count, default=5, help="iterations between progress lines")
     add("--eval-episodes", type=partial(number, int, 0, 1e6), default=100, help="greedy episodes at the end; 0: none")
@@ -68,10 +68,9 @@ def parse_args(argv=None):
     args.log_interval = min(args.log_interval, args.num_iterations)
     args.solved_at = {None: 475.0 if args.env_id == "CartPole-v1" else 1e38}.get(args.solved_at, args.solved_at)  # 1e38: never
     numbers = TIME_LIMIT[args.env_id] * max(args.num_envs * (30 + 4 * args.hidden_size), 30 * args.eval_episodes)
-    if args.runs % args.devices or (args.process_id or 0) >= args.num_processes:
-        parser.error(f"all devices must divide the {args.runs} runs, and --process-id be below --num-processes")
-    if not (args.coordinator or ":0").partition(":")[2].isdigit() or args.evaluate and args.num_processes > 1:
-        parser.error("--coordinator must be HOST:PORT, and --evaluate takes one process")
+    if args.runs % args.devices or (args.process_id or 0) >= args.num_processes or args.evaluate and args.num_processes > 1 or (
+            args.coordinator and not args.coordinator.partition(":")[2].isdigit()):
+        parser.error(f"devices must divide {args.runs} runs, --process-id below --num-processes (--evaluate: 1), --coordinator HOST:PORT")
     if args.gif and args.env_id not in list(TIME_LIMIT)[:8]:
         parser.error(f"--gif can draw {', '.join(list(TIME_LIMIT)[:8])}")
     if (memory := 4 * args.runs * numbers / args.num_processes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
@@ -163,7 +162,6 @@ def advantages(args, batch):
     """Discounted returns-to-go less the baseline (T, N), 0 in the padding."""
     reward = jnp.where(batch.mask, batch.reward, 0.0)
     _, returns = jax.lax.scan(lambda later, now: (now + args.gamma * later,) * 2, jnp.zeros_like(reward[0]), reward, reverse=True)
-    returns = jnp.where(batch.mask, returns, 0.0)
     if args.baseline != "none":
         axis, own = (1, jnp.asarray) if args.baseline == "mean" else (None, partial(jnp.sum, axis=0, keepdims=True))
         others = lambda x: jnp.sum(x, axis=axis, keepdims=True) - own(x)  # over the other episodes; with none, there is no advantage
@@ -221,7 +219,7 @@ def train(args, say, interrupted):
     chunk = over_runs(iterate, args.devices, donate_argnums=0).lower(state).compile()
     say(f"compiled in {(start := time.perf_counter()) - began:.1f} s")
     last_returns, timesteps, iterations, stop = [np.zeros(0)] * len(seed), np.zeros(len(seed), int), 0, np.zeros(1)
-    curve, solved_at, params = {}, np.full(len(seed), np.nan), dict.fromkeys(state.params, 0.0)
+    curve, solved_at, params = {}, np.full(len(seed), np.nan), dict.fromkeys(state.params, np.zeros(()))
     while iterations < args.num_iterations and not stop.any() and (args.no_early_stop or np.isnan(solved_at).any()):  # stop: Ctrl-C
         state, out = jax.block_until_ready(chunk(state))
         (returns, lengths), new, stop = multihost.process_allgather((out, state.params, np.array([len(interrupted)])), tiled=True)
@@ -229,10 +227,9 @@ def train(args, say, interrupted):
         returns = [run[~np.isnan(run)] for run in returns]  # of the episodes that ended, in order
         last_returns = [np.append(last, new)[-100:] for last, new in zip(last_returns, returns)]
         means = curve[timesteps.mean()] = [last.mean() if len(last) else np.nan for last in last_returns]
-        learning = np.isnan(solved_at) | args.no_early_stop  # once solved, parameters are kept
+        params = {name: np.where(np.isnan(solved_at) | args.no_early_stop, new[name].T, params[name].T).T for name in params}
         solved = [len(last) == 100 and mean >= args.solved_at for last, mean in zip(last_returns, means)]
         solved_at = np.where(np.isnan(solved_at) & solved, timesteps, solved_at)
-        params = {name: np.where(learning.reshape(-1, *[1] * (new[name].ndim - 1)), new[name], params[name]) for name in params}
         seconds, steps = time.perf_counter() - start, timesteps.sum()
         say(f"iteration {iterations:>6,}  length {spread(np.mean(lengths[:, -1], axis=1))}  return {spread(means)}  "
             f"step {timesteps.mean():>11,.0f}  {steps / seconds / 1e6:.2f} M steps/s")
@@ -300,8 +297,7 @@ def film(args, params):
         return (next_obs, next_state), (env_state, reward, terminated | truncated)
     _, (states, rewards, done) = jax.lax.scan(one_step, env.reset(keys[0], env_params), keys[1:])
     frames = [jax.tree.map(lambda x: x[t], states) for t in range(np.append(np.flatnonzero(done), len(done) - 1)[0] + 1)]
-    visualizer = Visualizer(env, env_params, frames, np.cumsum(rewards))
-    visualizer.fig.set_dpi(50)
+    (visualizer := Visualizer(env, env_params, frames, np.cumsum(rewards))).fig.set_dpi(50)
     write_file(args.gif, visualizer.animate)
 
 
@@ -318,8 +314,7 @@ def main(argv=None):
     params = {name: result[name] for name in ("w0", "b0", "w1", "b1", "log_std") if name in result}
     greedy = partial(over_runs(partial(evaluate, args), math.gcd(args.devices, args.runs)), params, result["seed"])
     returns, lengths = multihost.process_allgather(greedy(), tiled=True) if args.eval_episodes else np.full((2, args.runs, 1), np.nan)
-    table = {name: result[name] for name in ("seed", "learning_rate", "solved_at")} | dict(
-        training_return=result["curve_return"][:, -1],
+    table = {name: result[name] for name in ("seed", "learning_rate", "solved_at")} | dict(training_return=result["curve_return"][:, -1],
         eval_mean=returns.mean(1), eval_std=returns.std(1), eval_min=returns.min(1), eval_length=lengths.mean(1))
     for rate in np.unique(table["learning_rate"]):
         of = {name: column[table["learning_rate"] == rate] for name, column in table.items()}

@@ -152,18 +152,6 @@ def test_evaluation_plays_whole_episodes():
 # --- the program
 
 
-def test_same_bits_on_any_number_of_devices(tmp_path):
-    flags = "--num-seeds 4 --total-timesteps 20000 --log-interval 10000 --eval-episodes 5".split()
-    running = [subprocess.Popen([sys.executable, str(SCRIPT), *flags, "--num-devices", devices, "--save", str(tmp_path / f"{devices}.npz")],
-                                stdout=subprocess.DEVNULL) for devices in "124"]
-    assert [process.wait(timeout=240) for process in running] == [0, 0, 0]
-    one, two, four = (np.load(tmp_path / f"{devices}.npz") for devices in "124")
-    for name in ("weights", "centers", "curve_return", "seed"):
-        np.testing.assert_array_equal(one[name], two[name])
-        np.testing.assert_array_equal(one[name], four[name])
-    assert len(np.unique(one["weights"][:, 0, 0])) == 4  # each seed has its own run
-
-
 def test_no_key_is_used_twice():
     """One run, from seed to evaluation, under jax's checker (which takes keys scanned under vmap for used: not vmapped)."""
     args = td.parse_args(["--total-timesteps", "320", "--batch-size", "32", "--eval-episodes", "2"])

@@ -371,7 +371,7 @@ def test_evaluation_is_greedy_and_plays_whole_episodes(clock):
 
 def train(*flags):
     """The script's train, silent."""
-    return rp.train(rp.parse_args([*flags]), lambda line: None, [])
+    return rp.train(rp.parse_args([*flags]), lambda line: None, [])[0]
 
 
 def test_a_solved_run_keeps_its_parameters_while_others_go_on(clock):

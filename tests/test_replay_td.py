@@ -135,16 +135,6 @@ def test_no_key_is_used_twice():
         jax.jit(whole_run)(0)
 
 
-def test_same_bits_on_any_number_of_devices(tmp_path):
-    flags = "--num-seeds 2 --total-timesteps 20000 --eval-episodes 5"
-    for devices in (1, 2):
-        assert run(*flags.split(), "--num-devices", devices, "--save", tmp_path / f"{devices}.npz").returncode == 0
-    one, two = np.load(tmp_path / "1.npz"), np.load(tmp_path / "2.npz")
-    for name in ("weights", "centers", "curve_return"):
-        np.testing.assert_array_equal(one[name], two[name])
-    assert not np.any(one["weights"][0] == one["weights"][1])  # each seed has its own run
-
-
 def test_learns_and_its_weights_balance_gymnasiums_pole(tmp_path):
     process = run("--num-seeds", 4, "--seed", 100, "--json", "--save", tmp_path / "weights.npz")
     report = json.loads(process.stdout)
