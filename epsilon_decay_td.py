@@ -236,7 +236,7 @@ def over_runs(function, num_devices, **jit_options):
 
 
 def train(args, say, interrupted):
-    """Train every run until all are solved or out of steps; returns what --save writes: a dict, run axis first."""
+    """Train every run until all are solved or out of steps; returns what --save writes, run axis first, and if Ctrl-C cut it short."""
     began = time.perf_counter()
     seed = np.tile(args.seed + np.arange(args.num_seeds, dtype=np.uint32), len(args.learning_rate))
     learning_rate = np.repeat(args.learning_rate, args.num_seeds)
