@@ -56,18 +56,18 @@ def parse_args(argv=None):
     (rows, columns), args.start = args.grid_size, args.start or [size - 1 for size in args.grid_size]
     args.runs, args.devices = args.num_seeds * len(args.learning_rate), args.num_devices * args.num_processes
     args.blocks = math.ceil(min(args.log_interval, args.total_timesteps) / BLOCK)  # per progress line
-    memory = 4 * args.runs / args.num_processes * (8 * rows * columns + 4 * BLOCK)  # bytes: the tables, and the random numbers of a block
     if any(row >= rows or column >= columns for row, column in (args.start, args.goal)) or args.start == args.goal:
         parser.error(f"--start {args.start} and --goal {args.goal} must be two different cells of the {rows} x {columns} grid")
     if args.runs % args.devices or (args.process_id or 0) >= args.num_processes or (
-            args.coordinator and not args.coordinator.partition(":")[2].isdigit()):
+            args.coordinator is not None and not args.coordinator.partition(":")[2].isdigit()):
         parser.error(f"all devices must divide the {args.runs} runs, --process-id be below --num-processes, --coordinator be HOST:PORT")
-    if memory > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        parser.error(f"this needs about {memory / 2**30:.0f} GiB of memory, more than there is")
+    if 4 * args.runs / args.num_processes * (8 * rows * columns + 4 * BLOCK) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        parser.error(f"{args.runs} tables of {rows} x {columns} cells need more memory than there is")
     for path, ending in (args.save, ".npz"), (args.plot, ".png"):
-        folder = os.path.dirname(os.path.abspath(path or "."))
-        if path is not None and (path[-4:] != ending or os.path.isdir(path) or not os.access(folder, os.W_OK)):
-            parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
+        with contextlib.suppress(OSError):
+            if path is None or path[-4:] == ending and not os.path.isdir(path) and not os.remove(open(f"{path}.{os.getpid()}", "x").name):
+                continue
+        parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
     return args
 
 
@@ -250,7 +250,7 @@ def main(argv=None):
     interrupted = []  # by Ctrl-C: the chunk under way ends, the report follows; a second Ctrl-C ends the program
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
     say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if jax.process_index() == 0 else lambda text: None
-    device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate else None
+    device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate is not None else None
     say(f"{SCRIPT}: grid {args.grid_size}, agents: {args.runs}, device: {args.devices} x {device}")
     result, stopped = (saved, False) if saved else train(args, say, interrupted)
     mean = result["q_table"].mean(axis=0)

@@ -13,7 +13,7 @@ A car too weak for the hill must swing back first (Moore 1990; Sutton & Barto 20
     python mountaincar_env.py --num-devices 2                                   # 10^9 random steps
     python mountaincar_env.py --policy rocking --plot cars.png --gif car.gif    # a policy that gets there
 """
-import argparse, contextlib, json, math, os, resource, signal, sys, threading, time
+import argparse, contextlib, json, math, os, resource, shutil, signal, sys, threading, time
 from functools import partial
 from typing import NamedTuple
 
@@ -46,16 +46,18 @@ def parse_args(argv=None):
     add("--json", action="store_true", help="print the report as one line of JSON, progress to standard error")
     args = parser.parse_args(argv)
     if (args.process_id or 0) >= args.num_processes or args.num_envs % (args.num_devices * args.num_processes) or (
-            args.coordinator and not args.coordinator.partition(":")[2].isdigit()):
+            args.coordinator is not None and not args.coordinator.partition(":")[2].isdigit()):
         parser.error("--num-envs must be a multiple of all devices, --process-id below --num-processes, --coordinator HOST:PORT")
     for path, ending in (args.plot, ".png"), (args.gif, ".gif"), (args.save, ".npz"):
-        folder = os.path.dirname(os.path.abspath(path or "."))
-        if path is not None and (path[-4:] != ending or os.path.isdir(path) or not os.access(folder, os.W_OK)):
-            parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
+        with contextlib.suppress(OSError):
+            if path is None or path[-4:] == ending and not os.path.isdir(path) and not os.remove(open(f"{path}.{os.getpid()}", "x").name):
+                continue
+        parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
     args.blocks = math.ceil(min(args.log_interval, args.total_timesteps, 1e7 * args.num_envs) / (BLOCK * args.num_envs))
     size = 30 * (args.total_timesteps + args.blocks * BLOCK * args.num_envs) if args.save else 0  # bytes, at most
     memory = args.num_envs * (400 + 8 * args.blocks) + 3 * size  # states, keys and random words; what is saved, and copies
-    if memory > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") or size > (disk := os.statvfs(folder)).f_bavail * disk.f_frsize:
+    free = shutil.disk_usage(os.path.dirname(args.save or "") or ".").free
+    if memory > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") or size > free:
         parser.error(f"this needs {memory / 2**30:.1f} GiB of memory and {size / 2**30:.1f} GiB of disk, more than there is")
     return args
 

@@ -69,16 +69,17 @@ def parse_args(argv=None):
     args.solved_at = {None: 475.0 if args.env_id == "CartPole-v1" else 1e38}.get(args.solved_at, args.solved_at)  # 1e38: never
     numbers = TIME_LIMIT[args.env_id] * max(args.num_envs * (30 + 4 * args.hidden_size), 30 * args.eval_episodes)
     if args.runs % args.devices or (args.process_id or 0) >= args.num_processes or args.evaluate and args.num_processes > 1 or (
-            args.coordinator and not args.coordinator.partition(":")[2].isdigit()):
+            args.coordinator is not None and not args.coordinator.partition(":")[2].isdigit()):
         parser.error(f"devices must divide {args.runs} runs, --process-id below --num-processes (--evaluate: 1), --coordinator HOST:PORT")
     if args.gif and args.env_id not in list(TIME_LIMIT)[:8]:
         parser.error(f"--gif can draw {', '.join(list(TIME_LIMIT)[:8])}")
     if (memory := 4 * args.runs * numbers / args.num_processes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         parser.error(f"this needs about {memory / 2**30:.0f} GiB of memory, more than there is")
     for path, ending in (args.save, ".npz"), (args.plot, ".png"), (args.gif, ".gif"):
-        folder = os.path.dirname(os.path.abspath(path or "."))
-        if path is not None and (path[-4:] != ending or os.path.isdir(path) or not os.access(folder, os.W_OK)):
-            parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
+        with contextlib.suppress(OSError):
+            if path is None or path[-4:] == ending and not os.path.isdir(path) and not os.remove(open(f"{path}.{os.getpid()}", "x").name):
+                continue
+        parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
     return args
 
 
@@ -288,8 +289,7 @@ def film(args, params):
     """Draw a greedy episode of the run with these parameters, its first 200 steps at most, with gymnax's visualizer."""
     os.environ |= dict(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy", MPLBACKEND="agg")  # no screen needed
     from gymnax.visualize import Visualizer
-    env, env_params = make(args.env_id)
-    keys = jax.random.split(jax.random.split(jax.random.key(args.seed), 5)[4], 201)
+    (env, env_params), keys = make(args.env_id), jax.random.split(jax.random.split(jax.random.key(args.seed), 5)[4], 201)
     def one_step(carry, key):
         obs, env_state = carry
         action = to_bounds(env.action_space(env_params), select_action(params, obs, 0.0))
@@ -308,7 +308,7 @@ def main(argv=None):
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
     say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if jax.process_index() == 0 else lambda text: None
     make(args.env_id)
-    device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate else None
+    device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate is not None else None
     say(f"{SCRIPT}: {args.env_id}, environments: {args.num_envs}, runs: {args.runs}, device: {args.devices} x {device}")
     result, stopped = (saved, False) if saved else train(args, say, interrupted)
     params = {name: result[name] for name in ("w0", "b0", "w1", "b1", "log_std") if name in result}

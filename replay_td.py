@@ -70,16 +70,17 @@ def parse_args(argv=None):
     numbers += args.num_centers * (20 + 4 * args.batch_size + 2 * args.num_envs + 2 * args.eval_episodes)
     if args.buffer_size % args.num_envs or args.runs % args.devices or (args.process_id or 0) >= args.num_processes:
         parser.error(f"--num-envs must divide --buffer-size, all devices the {args.runs} runs, and --process-id be below --num-processes")
-    if not (args.coordinator or ":0").partition(":")[2].isdigit() or args.evaluate and args.num_processes > 1:
+    if args.coordinator is not None and not args.coordinator.partition(":")[2].isdigit() or args.evaluate and args.num_processes > 1:
         parser.error("--coordinator must be HOST:PORT, and --evaluate takes one process")
     if not args.batch_size <= args.learning_starts <= min(args.buffer_size, args.total_timesteps - args.num_envs):
         parser.error("--learning-starts must be at least --batch-size, at most --buffer-size, below --total-timesteps")
     if (memory := 4 * args.runs * numbers / args.num_processes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         parser.error(f"this needs about {memory / 2**30:.0f} GiB of memory, more than there is")
     for path, ending in (args.save, ".npz"), (args.plot, ".png"):
-        folder = os.path.dirname(os.path.abspath(path or "."))
-        if path is not None and (path[-4:] != ending or os.path.isdir(path) or not os.access(folder, os.W_OK)):
-            parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
+        with contextlib.suppress(OSError):
+            if path is None or path[-4:] == ending and not os.path.isdir(path) and not os.remove(open(f"{path}.{os.getpid()}", "x").name):
+                continue
+        parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
     return args
 
 
@@ -304,7 +305,7 @@ def main(argv=None):
     interrupted = []  # by Ctrl-C: the chunk under way ends, the report follows; a second Ctrl-C ends the program
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
     say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if jax.process_index() == 0 else lambda text: None
-    device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate else None
+    device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate is not None else None
     say(f"{SCRIPT}: CartPole-v1, environments: {args.num_envs}, runs: {args.runs}, device: {args.devices} x {device}")
     say(f"replay buffers of all runs: {args.runs * args.buffer_size * 41 / 2**20:,.0f} MiB")  # 41 bytes a transition
     result, stopped = (saved, False) if saved else train(args, say, interrupted)

@@ -57,7 +57,7 @@ def test_imports_only_what_the_design_allows(name):
             modules |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules.add(node.module.split(".")[0])
-    standard = {"argparse", "contextlib", "functools", "json", "math", "os", "resource", "signal", "sys", "threading", "time", "typing"}
+    standard = {"argparse", "contextlib", "functools", "json", "math", "os", "resource", "shutil", "signal", "sys", "threading", "time", "typing"}
     assert modules - standard <= {"jax", "numpy", "optax", "gymnax", "matplotlib"}
     top_level = {alias.name for node in TREE[name].body if isinstance(node, ast.Import) for alias in node.names}
     assert "matplotlib" not in {module.split(".")[0] for module in top_level}
