@@ -205,15 +205,12 @@ def train(args, say, interrupted):
 
 
 def load(args):
-    """Read what --save wrote, and set the arguments that go with it; any other file is one line and exit code 1."""
-    try:
-        result = dict(np.load(args.evaluate, allow_pickle=False))
-        saved, args.runs = json.loads(str(result["args"])), len(result["curve_steps_per_episode"])
-        vars(args).update({name: saved[name] for name in ("grid_size", "start", "goal", "gamma")})
-        result["q_table"] = result["q_table"].reshape(args.runs, *args.grid_size, 4)
-        return result
-    except Exception as error:  # numpy, zipfile and json have one for each way in which a file can be foreign
-        sys.exit(f"{args.evaluate} is not what --save of this script wrote: {error!r}")
+    """Read what --save wrote, and set the arguments that go with it; raises whatever another file leads to."""
+    result = dict(np.load(args.evaluate, allow_pickle=False))
+    saved, args.runs = json.loads(str(result["args"])), len(result["curve_steps_per_episode"])
+    vars(args).update({name: saved[name] for name in ("grid_size", "start", "goal", "gamma")})
+    result["q_table"] = result["q_table"].reshape(args.runs, *args.grid_size, 4)
+    return result
 
 
 def write_file(path, write):
@@ -249,6 +246,8 @@ def main(argv=None):
     args = parse_args(argv)
     interrupted = []  # by Ctrl-C: the chunk under way ends, the report follows; a second Ctrl-C ends the program
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
+    if args.evaluate is not None:  # what goes wrong from here on is due to that file
+        sys.excepthook = lambda *error: sys.stderr.write(f"{args.evaluate!r} is not what --save of this script wrote: {error[1]!r}\n")
     say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if jax.process_index() == 0 else lambda text: None
     device, saved = jax.devices()[0].device_kind, load(args) if args.evaluate is not None else None
     say(f"{SCRIPT}: grid {args.grid_size}, agents: {args.runs}, device: {args.devices} x {device}")
