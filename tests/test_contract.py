@@ -32,7 +32,8 @@ WRONG = {
     "--seed": NUMBER + "-1, 0.5, 1e10", "--num-seeds": COUNT + "1e9, 1e30", "--num-envs": COUNT + "1e9, 1e30",
     "--total-timesteps": COUNT + "1e13", "replay_td.py --total-timesteps": COUNT + "1e13, 500",
     "epsilon_decay_td.py --total-timesteps": COUNT + "1e13, 500", "--num-iterations": COUNT + "1e10", "--log-interval": COUNT + "1e13",
-    "--num-devices": COUNT + "3, 1e6", "--num-processes": COUNT + "3, 1e6", "--process-id": NUMBER + "-1, 0.5, 1, 2 --num-processes 2",
+    "--num-devices": COUNT + "3, 1e6, 2 --num-seeds 3", "--num-processes": COUNT + "3, 1e6",
+    "--process-id": NUMBER + "-1, 0.5, 1, 2 --num-processes 2",
     "--coordinator": "host, host:x, host:", "--timeout": COUNT + "1e30",
     "--learning-rate": RATE + ", 0.1 x, 0.1 0", "gridworld_qlearning.py --learning-rate": SHARE + ", 0.1 x, 0.1 2",
     "--batch-size": COUNT + "1e9, 1e30, 1001", "parallel_td.py --batch-size": COUNT + "17, 8, 1e9, 1e30",
@@ -42,7 +43,8 @@ WRONG = {
     "--start-e": SHARE + ", 0", "--end-e": SHARE + ", 1 --start-e 0.9",
     "--solved-at": RATE, "reinforce_parallel.py --solved-at": NUMBER + "1e39, -1e39",
     "--eval-episodes": NUMBER + "-1, 0.5, 1e30",
-    "--grid-size": "x x, 8, 8 0, -8 12, 8 12.5, nan 12, 1e9 1e9, 1 1, 8 12 1", "--start": "0, x 0, 0 0, 8 0, 0 12, -1 0, 0.5 0, nan 0",
+    "--grid-size": "x x, 8, 8 0, -8 12, 8 12.5, nan 12, 1e9 1e9, 1e6 1e6, 1 1, 8 12 1",
+    "--start": "0, x 0, 0 0, 8 0, 0 12, -1 0, 0.5 0, nan 0",
     "--goal": "0, x 0, 7 11, 8 0, 0 12, -1 0, 0.5 0, nan 0", "--env-id": "nonsense, cartpole-v1, Asterix-MinAtar",
     "--policy": "nonsense, 0", "--sync": "nonsense, 0", "--baseline": "nonsense, 0", "--json": "=1", "--residual-gradient": "=1",
     "--no-early-stop": "=1", "--no-normalize": "=1", "--random-start": "=1", "--save": FILE, "--plot": FILE, "--gif": FILE,
@@ -143,7 +145,8 @@ def test_wrong_values_are_one_line_and_exit_code_2(script, flag, monkeypatch, ca
     (tmp_path / "file").touch()
     (tmp_path / f"folder{end}").mkdir()
     values = values.format(end=end, file=tmp_path / "file", folder=tmp_path / "folder", long="x" * 300)
-    lines = [[flag + values]] if values[:1] == "=" else [f"{flag} {value}".split() for value in values.split(", ")] + [[flag]] + [[flag, ""]] * (flag != "--evaluate")
+    lines = [[flag + values]] if values[:1] == "=" else [f"{flag} {value}".split() for value in values.split(", ")] + [[flag]]
+    lines += [[flag, ""]] * (values[:1] != "=" and flag != "--evaluate")
     module, accepted = importlib.import_module(script[:-3]), []
     monkeypatch.setattr(sys, "argv", [script])
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**22}.get)

@@ -9,7 +9,6 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import replay_td as td
 
@@ -152,13 +151,3 @@ def test_learns_and_its_weights_balance_gymnasiums_pole(tmp_path):
             total, done = total + reward, terminated or truncated
         returns.append(total)
     assert np.mean(returns) >= 475, returns
-
-
-@pytest.mark.parametrize("flags", [
-    "--batch-size 1001", "--buffer-size 8", "--buffer-size 1e9 --learning-starts 1000", "--learning-starts 0", "--learning-starts 2e6",
-    "--buffer-size 992", "--updates-per-step 0", "--tau 0", "--tau 1.1", "--total-timesteps 500", "--buffer-size 100_001",
-])
-def test_bad_input_is_one_line_and_exit_code_2(flags, capsys):
-    with pytest.raises(SystemExit) as stop:
-        td.parse_args(flags.split())
-    assert stop.value.code == 2 and ": error: " in capsys.readouterr().err.splitlines()[-1]

@@ -1,5 +1,4 @@
 """Each script as a user runs it: in a subprocess, for a few steps; and copied alone into an empty folder."""
-import json
 import shutil
 import subprocess
 import sys
@@ -38,15 +37,3 @@ def test_runs_alone_in_an_empty_folder(script, tmp_path):
     assert lines[0].startswith(script) and any(line.startswith("compiled in") for line in lines[1:3])
     assert {path.name for path in tmp_path.iterdir()} == {script, "out.npz", "out.png"}
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("script", sorted(FEW_STEPS))
-def test_json_is_one_line_and_the_same_command_gives_the_same_numbers(script):
-    command = [sys.executable, str(ROOT / script), *FEW_STEPS[script], "--json"]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]  # side by side
-    outputs = [process.communicate(timeout=240) for process in running]
-    assert [process.returncode for process in running] == [0, 0], outputs
-    assert all(len(stdout.splitlines()) == 1 and "compiled in" in stderr for stdout, stderr in outputs)
-    first, second = (json.loads(stdout) for stdout, _ in outputs)
-    assert first["script"] == script and first["timesteps"] > 0 and first["peak_memory_mb"] > 0
-    assert first["runs"] == second["runs"]
