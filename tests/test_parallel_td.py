@@ -2,7 +2,6 @@
 import json
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
