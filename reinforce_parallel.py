@@ -67,13 +67,13 @@ def parse_args(argv=None):
     args.runs, args.devices = args.num_seeds * len(args.learning_rate), args.num_devices * args.num_processes
     args.log_interval = min(args.log_interval, args.num_iterations)
     args.solved_at = {None: 475.0 if args.env_id == "CartPole-v1" else 1e38}.get(args.solved_at, args.solved_at)  # 1e38: never
-    numbers = TIME_LIMIT[args.env_id] * max(args.num_envs * (30 + 4 * args.hidden_size), 30 * args.eval_episodes)
+    numbers = args.num_devices * TIME_LIMIT[args.env_id] * max((args.num_envs + 9) * (30 + 4 * args.hidden_size), 30 * args.eval_episodes)
     if args.runs % args.devices or (args.process_id or 0) >= args.num_processes or args.evaluate and args.num_processes > 1 or (
             args.coordinator is not None and not args.coordinator.partition(":")[2].isdigit()):
         parser.error(f"devices must divide {args.runs} runs, --process-id below --num-processes (--evaluate: 1), --coordinator HOST:PORT")
     if args.gif and args.env_id not in list(TIME_LIMIT)[:8]:
         parser.error(f"--gif can draw {', '.join(list(TIME_LIMIT)[:8])}")
-    if (memory := 4 * args.runs * numbers / args.num_processes) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    if (memory := 4 * numbers + 300 * args.hidden_size * args.runs) > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         parser.error(f"this needs about {memory / 2**30:.0f} GiB of memory, more than there is")
     for path, ending in (args.save, ".npz"), (args.plot, ".png"), (args.gif, ".gif"):
         with contextlib.suppress(OSError):
@@ -149,13 +149,12 @@ def collect(args, params, key, num_envs, greedy=False):
     def vector_step(carry):
         t, env_state, obs, alive, batch = carry
         action = select_action(params, obs, noise[t] * (not greedy))
-        mask = alive & going(alive)  # runs that are vmapped wait for each other, too
         next_obs, env_state, reward, terminated, truncated, _ = env_step(env_keys[t], env_state, to_bounds(space, action), env_params)
-        batch = Batch(*[rows.at[t].set(row) for rows, row in zip(batch, (obs, action, reward, mask))])
-        return t + 1, env_state, next_obs, alive & ~(mask & (terminated | truncated)), batch
+        batch = Batch(*[rows.at[t].set(row) for rows, row in zip(batch, (obs, action, reward, alive))])
+        return t + 1, env_state, next_obs, alive & ~(terminated | truncated), batch
     first = Batch(obs, select_action(params, obs, noise[0]), jnp.zeros(num_envs), jnp.zeros(num_envs, bool))
     carry = 0, env_state, obs, ~first.mask, jax.tree.map(lambda row: jnp.zeros((shape[0], *row.shape), row.dtype), first)
-    *_, alive, batch = jax.lax.while_loop(lambda carry: jax.lax.pmax(going(carry[3]), "run"), vector_step, carry)
+    *_, alive, batch = jax.lax.while_loop(lambda carry: going(carry[3]), vector_step, carry)
     return batch, ~alive
 
 
@@ -171,15 +170,16 @@ def advantages(args, batch):
 
 
 def policy_loss(params, batch, advantage):
-    """What has -grad J as its gradient, for advantages (T, N) that are 0 in the padding."""
-    return -jnp.sum(advantage * log_prob(params, batch.obs, batch.action)) / batch.mask.shape[1]
+    """What has -grad J as its gradient, for advantages (T, N), or (N,) of one step, that are 0 in the padding."""
+    return -jnp.sum(advantage * log_prob(params, batch.obs, batch.action)) / batch.mask.shape[-1]
 
 
 def train_iteration(args, state, _):
     """Collect N episodes, make one Adam step; returns also their returns (N,), NaN where cut short, and lengths (N,)."""
     key, key_collect = jax.random.split(state.key)
     batch, ended = collect(args, state.params, key_collect, args.num_envs)
-    grad = jax.grad(policy_loss)(state.params, batch, advantages(args, batch))
+    grad = jax.vmap(jax.grad(policy_loss), in_axes=(None, 0, 0))(state.params, batch, advantages(args, batch))  # of each step:
+    grad = jax.tree.map(partial(jnp.sum, axis=0), grad)  # one product over all steps would round as the number of threads has it
     updates, opt_state = optax.adam(state.learning_rate).update(grad, state.opt_state)
     state = state._replace(key=key, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
     return state, (jnp.where(ended, jnp.sum(batch.reward * batch.mask, axis=0), jnp.nan), jnp.sum(batch.mask, axis=0))
@@ -204,10 +204,10 @@ def evaluate(args, params, seed):
 
 
 def over_runs(function, num_devices, **jit_options):
-    """Compile `function` of one run for all runs: vmapped, as axis "run", and sharded over the devices."""
+    """Compile `function` of one run for all runs: sharded over the devices, on each of which one follows the other."""
     mesh, runs = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("runs")
-    sharded = jax.shard_map(jax.vmap(function, axis_name="run"), mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
-    return jax.jit(sharded, **jit_options)
+    in_turn = lambda *xs: jax.lax.map(lambda x: function(*x), xs)  # vmapped, all would wait for the longest episode of any
+    return jax.jit(jax.shard_map(in_turn, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False), **jit_options)
 
 
 def train(args, say, interrupted):

@@ -21,7 +21,7 @@ DIFFERS = {
     "init_state": "replay adds the ring; a grid world's agent has a table, REINFORCE's a network",
     "load": "the grid world saves a table, and has its size to take over; REINFORCE checks the environment",
     "main": "replay says how much memory the rings take; the grid world shows the grid; each environment and network has its own",
-    "over_runs": "REINFORCE names the axis of runs: its loop over time ends with the last episode of all runs",
+    "over_runs": "REINFORCE's runs follow each other: vmapped, all would wait for the longest episode of any, and round differently",
     "parse_args": "each script has its own flags",
     "plot": "the schedule has a second axis; the grid world draws the grid; REINFORCE has no line where CartPole-v1 is solved",
     "reset": "the grid world's is told by random bits, the mountain car's has gymnax's interface",
