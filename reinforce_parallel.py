@@ -169,18 +169,18 @@ def advantages(args, batch):
     return returns if args.no_normalize else returns / (jnp.sqrt(jnp.sum(returns**2) / jnp.sum(batch.mask)) + 1e-8)
 
 
-def policy_loss(params, batch, advantage):
-    """What has -grad J as its gradient, for advantages (T, N), or (N,) of one step, that are 0 in the padding."""
-    return -jnp.sum(advantage * log_prob(params, batch.obs, batch.action)) / batch.mask.shape[-1]
+def policy_gradient(args, params, batch):
+    """-grad J, for an optimiser that descends: of each episode by itself, since sums over all would round as the threads have it."""
+    loss = lambda params, episode, advantage: -jnp.sum(advantage * log_prob(params, episode.obs, episode.action))  # 0 in the padding
+    each = jax.vmap(jax.grad(loss), in_axes=(None, 1, 1))(params, batch, advantages(args, batch))
+    return jax.tree.map(partial(jnp.mean, axis=0), each)
 
 
 def train_iteration(args, state, _):
     """Collect N episodes, make one Adam step; returns also their returns (N,), NaN where cut short, and lengths (N,)."""
     key, key_collect = jax.random.split(state.key)
     batch, ended = collect(args, state.params, key_collect, args.num_envs)
-    grad = jax.vmap(jax.grad(policy_loss), in_axes=(None, 0, 0))(state.params, batch, advantages(args, batch))  # of each step:
-    grad = jax.tree.map(partial(jnp.sum, axis=0), grad)  # one product over all steps would round as the number of threads has it
-    updates, opt_state = optax.adam(state.learning_rate).update(grad, state.opt_state)
+    updates, opt_state = optax.adam(state.learning_rate).update(policy_gradient(args, state.params, batch), state.opt_state)
     state = state._replace(key=key, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
     return state, (jnp.where(ended, jnp.sum(batch.reward * batch.mask, axis=0), jnp.nan), jnp.sum(batch.mask, axis=0))
 
@@ -206,8 +206,8 @@ def evaluate(args, params, seed):
 def over_runs(function, num_devices, **jit_options):
     """Compile `function` of one run for all runs: sharded over the devices, on each of which one follows the other."""
     mesh, runs = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("runs")
-    in_turn = lambda *xs: jax.lax.map(lambda x: function(*x), xs)  # vmapped, all would wait for the longest episode of any
-    return jax.jit(jax.shard_map(in_turn, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False), **jit_options)
+    in_turn = partial(jax.lax.map, lambda xs: function(*xs))  # vmapped, all would wait for the longest episode of any
+    return jax.jit(jax.shard_map(lambda *xs: in_turn(xs), mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False), **jit_options)
 
 
 def train(args, say, interrupted):

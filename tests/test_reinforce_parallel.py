@@ -127,7 +127,7 @@ def test_what_stands_in_the_padding_changes_no_bit_of_the_gradient(played, basel
         return np.where(batch.mask.reshape(*batch.mask.shape, *[1] * (x.ndim - 2)), x, noise)
     filled = rp.Batch(fill(batch.obs), fill(batch.action), fill(batch.reward), batch.mask)
     assert not any(np.array_equal(old, new) for old, new in zip(batch[:3], filled[:3]))
-    gradient = jax.jit(lambda batch: jax.grad(rp.policy_loss)(params, batch, rp.advantages(args, batch)))
+    gradient = jax.jit(lambda batch: rp.policy_gradient(args, params, batch))
     expected, seen = gradient(batch), gradient(filled)
     for name in params:
         assert np.isfinite(expected[name]).all() and np.any(expected[name])
@@ -140,7 +140,7 @@ def test_gradient_is_the_mean_over_episodes_taken_one_at_a_time_unpadded(played)
     args = rp.parse_args([*flags, "--baseline", "none", "--no-normalize"])
     with jax.enable_x64(True):
         params, batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, (params, batch))
-        gradient = jax.jit(lambda batch: jax.grad(rp.policy_loss)(params, batch, rp.advantages(args, batch)))
+        gradient = jax.jit(lambda batch: rp.policy_gradient(args, params, batch))
         episodes = [jax.tree.map(lambda x: x[:length, i:i + 1], batch) for i, length in enumerate(batch.mask.sum(axis=0))]
         alone, together = [gradient(episode) for episode in episodes], gradient(batch)
     for name in params:
@@ -192,7 +192,7 @@ def test_gradient_is_unbiased_and_a_baseline_makes_it_quieter(steps):
         action = (jax.random.uniform(key_action, (steps, envs)) > pi[0]).astype(int)
         reward = arms[action] + 0.1 * jax.random.normal(key_reward, (steps, envs))
         batch = rp.Batch(jnp.zeros((steps, envs, 2)), action, reward, jnp.ones((steps, envs), bool))
-        return -jax.grad(rp.policy_loss)(params, batch, rp.advantages(args, batch))["b1"]
+        return -rp.policy_gradient(args, params, batch)["b1"]
 
     variance = {}
     for baseline in BASELINES:
