@@ -35,7 +35,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(usage="%(prog)s [--flag value ...]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, count, rate = parser.add_argument, partial(number, int, 1, 1e9), partial(number, float, 1e-12, 1e38)
     add("--seed", type=partial(number, int, 0, 2e9), default=0, help="seed of the first run; run i has seed + i")
-    add("--num-seeds", type=count, default=1, help="independent runs, vmapped into one program")
+    add("--num-seeds", type=count, default=1, help="independent runs, in one program")
     add("--num-envs", type=count, default=16, help="environments stepped in lockstep by one learner")
     add("--total-timesteps", type=count, default=1_000_000, help="environment steps per run, in whole log intervals")
     add("--learning-rate", type=rate, default=[1e-2], nargs="+", help="Adam's step size; several are run side by side")

@@ -116,7 +116,7 @@ def scripts():
         script, "--num-devices 2", "seconds_to_compile", "seconds_to_run", "peak_memory_mb", "steps_per_second")
     rows.append([f"`{script}`", "an environment, rolled out on cores, devices and machines", "", "", "",
                  f"{run_time:.2f} + {compile_time:.1f}", f"{speed / 1e6:.0f}", "", f"{memory:.0f}"])
-    head = ["script", "what it shows", "solved", "steps to 475: median (all)", "greedy return: IQM [95 %]", "s + s to compile",
+    head = ["script", "what it shows", "solved", "steps to 475: median (all)", "greedy return: IQM [95 %]", "seconds: run + compile",
             "M steps/s", "of 20 runs", "peak MB"]
     return [
         *table(head, rows), "",
@@ -136,8 +136,8 @@ def scales():
         rows = []
         for size, (steps, devices) in ((size, text.split()) for size, text in sizes.items()):
             flags = f"{flag} {size} {unit.format(steps, float(steps) / 2)} --num-devices {devices}"
-            speed, memory = thrice(script, flags, "steps_per_second", "peak_memory_mb")
-            rows.append([f"{size:,}", devices, f"{speed / 1e6:.0f}", f"{memory:.0f}", f"`{flags}`"])
+            report = run(script, flags)
+            rows.append([f"{size:,}", devices, f"{report['steps_per_second'] / 1e6:.0f}", f"{report['peak_memory_mb']:.0f}", f"`{flags}`"])
         lines += [*table([what, "cores", "M steps/s", "peak MB", f"`python {script}`"], rows), ""]
     rocking = run("mountaincar_env.py", f"--policy rocking {CARS_FEW} --plot {PICTURES / 'mountaincar.png'}")["runs"][0]
     agents = run("gridworld_qlearning.py", f"--num-seeds 30 --plot {PICTURES / 'gridworld_qlearning.png'}")
@@ -185,7 +185,7 @@ def waits(script, flags="", **environment):
     with subprocess.Popen([sys.executable, str(ROOT / script), *flags.split()], env=os.environ | environment, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         for line in process.stdout:
-            moments.setdefault(line.split()[0] if moments else "first", time.perf_counter() - began)
+            moments.setdefault(line.partition(" ")[0] if moments else "first", time.perf_counter() - began)
     assert process.returncode == 0
     return moments["first"], moments.get("step", moments.get("iteration")), time.perf_counter() - began
 
