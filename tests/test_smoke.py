@@ -1,4 +1,5 @@
-"""Each script as a user runs it: in a subprocess, for a few steps; and copied alone into an empty folder."""
+"""Each script as a user runs it: in a subprocess, for a few steps, copied alone into an empty folder."""
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ FEW_STEPS = {
 
 def run(script, *flags, cwd=None):
     """Run a script to its end; returns the finished process, its output as text."""
-    return subprocess.run([sys.executable, str(script), *flags], cwd=cwd, capture_output=True, text=True, timeout=240)
+    env = os.environ | dict(XLA_FLAGS="--xla_backend_optimization_level=0")  # compiles sooner
+    return subprocess.run([sys.executable, str(script), *flags], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 
 
 def test_every_script_is_smoke_tested():
