@@ -187,10 +187,10 @@ def train(args, say, interrupted):
     state = over_runs(partial(init_state, args, world), args.devices)(seed, learning_rate)
     chunk = over_runs(partial(train_chunk, args, world), args.devices, donate_argnums=0).lower(state).compile()
     say(f"compiled in {(start := time.perf_counter()) - began:.1f} s")
-    curve, timesteps, episodes, stop = {}, 0, np.zeros(len(seed), int), np.zeros(1)
-    while timesteps < args.total_timesteps and not stop.any():  # stop: Ctrl-C
+    curve, timesteps, episodes, ctrl_c = {}, 0, np.zeros(len(seed), int), np.zeros(1)
+    while timesteps < args.total_timesteps and not ctrl_c.any():
         state, before, timesteps = jax.block_until_ready(chunk(state)), episodes, timesteps + args.blocks * BLOCK
-        q_table, episodes, stop = multihost.process_allgather((state.q_table, state.episodes, np.array([len(interrupted)])), tiled=True)
+        q_table, episodes, ctrl_c = multihost.process_allgather((state.q_table, state.episodes, np.array([len(interrupted)])), tiled=True)
         curve[timesteps] = args.blocks * BLOCK / np.where(episodes > before, episodes - before, np.nan)
         seconds, steps = time.perf_counter() - start, timesteps * len(seed)
         speed = f"{steps / seconds / 1e6:.1f} M steps/s"
@@ -201,7 +201,7 @@ def train(args, say, interrupted):
         if args.save and jax.process_index() == 0:
             write_file(args.save, partial(np.savez, args=json.dumps(vars(args)), **result))
     say(f"{steps:,} steps in {seconds:.2f} s after compiling, {speed}")
-    return result, stop.any()
+    return result, ctrl_c.any()
 
 
 def load(args):

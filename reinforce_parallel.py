@@ -219,11 +219,11 @@ def train(args, say, interrupted):
     iterate = partial(jax.lax.scan, partial(train_iteration, args), length=args.log_interval)
     chunk = over_runs(iterate, args.devices, donate_argnums=0).lower(state).compile()
     say(f"compiled in {(start := time.perf_counter()) - began:.1f} s")
-    last_returns, timesteps, iterations, stop = [np.zeros(0)] * len(seed), np.zeros(len(seed), int), 0, np.zeros(1)
+    last_returns, timesteps, iterations, ctrl_c = [np.zeros(0)] * len(seed), np.zeros(len(seed), int), 0, np.zeros(1)
     curve, solved_at, params = {}, np.full(len(seed), np.nan), dict.fromkeys(state.params, np.zeros(()))
-    while iterations < args.num_iterations and not stop.any() and (args.no_early_stop or np.isnan(solved_at).any()):  # stop: Ctrl-C
+    while iterations < args.num_iterations and not ctrl_c.any() and (args.no_early_stop or np.isnan(solved_at).any()):
         state, out = jax.block_until_ready(chunk(state))
-        (returns, lengths), new, stop = multihost.process_allgather((out, state.params, np.array([len(interrupted)])), tiled=True)
+        (returns, lengths), new, ctrl_c = multihost.process_allgather((out, state.params, np.array([len(interrupted)])), tiled=True)
         iterations, timesteps = iterations + args.log_interval, timesteps + lengths.sum(axis=(1, 2), dtype=int)
         returns = [run[~np.isnan(run)] for run in returns]  # of the episodes that ended, in order
         last_returns = [np.append(last, new)[-100:] for last, new in zip(last_returns, returns)]
@@ -242,7 +242,7 @@ def train(args, say, interrupted):
         if args.save and jax.process_index() == 0:
             write_file(args.save, partial(np.savez, args=json.dumps(vars(args)), **result))
     say(f"{steps:,} steps in {seconds:.2f} s after compiling, {steps / seconds / 1e6:.2f} M steps/s")
-    return result, stop.any()
+    return result, ctrl_c.any()
 
 
 def load(args):

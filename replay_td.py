@@ -235,11 +235,11 @@ def train(args, say, interrupted):
     chunk = over_runs(partial(train_chunk, args, args.steps, args.updates_per_step), args.devices, donate_argnums=0).lower(state).compile()
     say(f"compiled in {(start := time.perf_counter()) - began:.1f} s")
     last_returns, timesteps = [x[~np.isnan(x)] for x in multihost.process_allgather(returns, tiled=True)], args.warm_up * args.num_envs
-    curve, episodes, stop = {}, sum(map(len, last_returns)), np.zeros(1)
+    curve, episodes, ctrl_c = {}, sum(map(len, last_returns)), np.zeros(1)
     solved_at, weights = np.full(len(seed), np.nan), 0.0
-    while timesteps < args.total_timesteps and not stop.any() and (args.no_early_stop or np.isnan(solved_at).any()):  # stop: Ctrl-C
+    while timesteps < args.total_timesteps and not ctrl_c.any() and (args.no_early_stop or np.isnan(solved_at).any()):
         (state, returns), timesteps = jax.block_until_ready(chunk(state)), timesteps + args.steps * args.num_envs
-        returns, average, stop = multihost.process_allgather((returns, state.average, np.array([len(interrupted)])), tiled=True)
+        returns, average, ctrl_c = multihost.process_allgather((returns, state.average, np.array([len(interrupted)])), tiled=True)
         returns = [run[~np.isnan(run)] for run in returns]  # of the episodes that ended, in order
         last_returns = [np.append(last, new)[-100:] for last, new in zip(last_returns, returns)]
         curve[timesteps] = [last.mean() if len(last) else np.nan for last in last_returns]
@@ -258,7 +258,7 @@ def train(args, say, interrupted):
         if args.save and jax.process_index() == 0:
             write_file(args.save, partial(np.savez, args=json.dumps(vars(args)), **result))
     say(f"{steps:,} steps in {seconds:.2f} s after compiling, {steps / seconds / 1e6:.2f} M steps/s")
-    return result, stop.any()
+    return result, ctrl_c.any()
 
 
 def load(args):
