@@ -17,8 +17,7 @@ to 0 over the run, so that learning settles and the last weights are the result.
     python parallel_td.py                                    # one run
     python parallel_td.py --num-seeds 20 --plot curve.png    # twenty, in one compiled program
 
-Shapes: R runs, U updates, T steps, N environments, B = T * N transitions, F features, A actions,
-E evaluation episodes, K progress lines.
+Shapes: R runs, U updates, T steps, N environments, B = T * N transitions, F features, A actions.
 """
 
 import argparse
@@ -27,7 +26,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from functools import partial
 from typing import NamedTuple
@@ -52,6 +50,8 @@ import optax
 from jax.experimental.multihost_utils import process_allgather
 
 ENV, ENV_PARAMS = gymnax.make("CartPole-v1")
+env_reset = jax.vmap(partial(ENV.reset, params=ENV_PARAMS))  # of keys (N,)
+env_step = jax.vmap(partial(ENV.step, params=ENV_PARAMS))  # of keys, states, actions (N,)
 OBS_SCALE = np.array([2.4, 3.0, 0.2, 3.0], np.float32)  # m, m/s, rad, rad/s: about the largest
 
 
@@ -97,8 +97,8 @@ def parse_args(argv=None):
     for path in [args.save, args.plot]:
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             parser.error(f"no such folder: {path}")
-    interval = min(args.log_interval, args.total_timesteps)
-    args.chunk_updates = math.ceil(interval / args.batch_size)  # up to the next progress line
+    # a chunk: the updates up to the next progress line
+    args.chunk_updates = math.ceil(min(args.log_interval, args.total_timesteps) / args.batch_size)
     args.num_chunks = math.ceil(args.total_timesteps / (args.chunk_updates * args.batch_size))
     return args
 
@@ -124,16 +124,6 @@ class TrainState(NamedTuple):
     env_state: gymnax.EnvState  # (N,)
     obs: jax.Array  # (N, 4)
     episode_return: jax.Array  # (N,) so far
-
-
-def env_reset(keys):
-    """Observations (N, 4) and states (N,) of fresh environments."""
-    return jax.vmap(ENV.reset, (0, None))(keys, ENV_PARAMS)
-
-
-def env_step(keys, env_state, action):
-    """Step N environments; gymnax resets those that are done."""
-    return jax.vmap(ENV.step, (0, 0, 0, None))(keys, env_state, action, ENV_PARAMS)
 
 
 def optimizer(args, learning_rate):
@@ -272,11 +262,10 @@ def main(argv=None):
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
-    interrupted = threading.Event()
+    interrupts = []
 
-    def interrupt(signum, frame):
-        """On Ctrl-C the chunk under way ends; a second one ends the program."""
-        interrupted.set()
+    def interrupt(signum, frame):  # Ctrl-C lets the chunk under way end, a second one does not
+        interrupts.append(signum)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, interrupt)
@@ -289,13 +278,12 @@ def main(argv=None):
         train_seconds = time.perf_counter() - began
         speed = timesteps[-1] * len(seed) / train_seconds
         print(f"step {timesteps[-1]:,}  return {returns[-1].mean():.1f}  {speed:,.0f} steps/s")
-        if interrupted.is_set():
+        if interrupts:
             break
 
     greedy_return = over_runs(partial(evaluate, args), num_devices)(state)  # (R, E)
-    greedy_return, weights, centers = process_allgather(
-        (greedy_return, state.weights, state.centers), tiled=True
-    )
+    arrays = greedy_return, state.centers, state.weights
+    greedy_return, centers, weights = process_allgather(arrays, tiled=True)
     for rate in args.learning_rate:
         means = greedy_return[learning_rate == rate].mean(axis=1)
         print(f"learning rate {rate:g}: greedy return {means.mean():.1f}, worst {means.min():.1f}")
@@ -311,11 +299,11 @@ def main(argv=None):
             returns=returns,
             greedy_return=greedy_return,
             centers=centers,
-            weights=weights.mT,
+            weights=weights.mT,  # (R, F, A)
         )
     if args.plot:
         plot(args.plot, learning_rate, timesteps, np.array(returns))
-    return 130 if interrupted.is_set() else 0
+    return 130 if interrupts else 0
 
 
 if __name__ == "__main__":
