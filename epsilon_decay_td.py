@@ -54,8 +54,8 @@ import optax
 from jax.experimental.multihost_utils import process_allgather
 
 ENV, ENV_PARAMS = gymnax.make("CartPole-v1")
-env_reset = jax.vmap(partial(ENV.reset, params=ENV_PARAMS))  # of keys (N,)
-env_step = jax.vmap(partial(ENV.step, params=ENV_PARAMS))  # of keys, states, actions (N,)
+env_reset = jax.vmap(ENV.reset)  # of keys (N,)
+env_step = jax.vmap(ENV.step)  # of keys, states, actions (N,)
 OBS_SCALE = np.array([2.4, 3.0, 0.2, 3.0], np.float32)  # m, m/s, rad, rad/s: about the largest
 
 
@@ -74,9 +74,8 @@ def number(kind, low, high):
 
 def parse_args(argv=None):
     """Read and check the command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
     add = parser.add_argument
     count = number(int, 1, 1e6)
     share = number(float, 0, 1)
@@ -106,9 +105,9 @@ def parse_args(argv=None):
     for path in [args.save, args.plot]:
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             parser.error(f"no such folder: {path}")
-    # a chunk: the updates up to the next progress line
-    args.chunk_updates = math.ceil(min(args.log_interval, args.total_timesteps) / args.num_envs)
-    args.num_chunks = math.ceil(args.total_timesteps / (args.chunk_updates * args.num_envs))
+    args.log_updates = math.ceil(min(args.log_interval, args.total_timesteps) / args.num_envs)
+    num_lines = math.ceil(args.total_timesteps / (args.log_updates * args.num_envs))
+    args.total_updates = num_lines * args.log_updates  # a whole number of progress lines
     return args
 
 
@@ -141,8 +140,7 @@ class TrainState(NamedTuple):
 
 def optimizer(args, learning_rate):
     """Adam, its learning rate falling linearly to 0."""
-    total_updates = args.num_chunks * args.chunk_updates
-    return optax.adam(optax.linear_schedule(learning_rate, 0.0, total_updates))
+    return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.total_updates))
 
 
 def init_state(args, seed, learning_rate):
@@ -234,9 +232,9 @@ def train_step(args, state, random):
 def train_chunk(args, state):
     """All updates up to the next progress line; mean return of the episodes that ended, or NaN."""
     key, key_batch, key_step, key_uniform, key_action = jax.random.split(state.key, 5)
-    shape = (args.chunk_updates, args.num_envs)  # (U, N)
+    shape = (args.log_updates, args.num_envs)  # (U, N)
     random = (  # for all steps at once: faster than inside the loop
-        jax.random.uniform(key_batch, (args.chunk_updates, args.batch_size)),
+        jax.random.uniform(key_batch, (args.log_updates, args.batch_size)),
         jax.random.split(key_step, shape),
         jax.random.uniform(key_uniform, shape),
         jax.random.randint(key_action, shape, 0, ENV.num_actions),
@@ -311,10 +309,10 @@ def main(argv=None):
     signal.signal(signal.SIGINT, interrupt)
     began = time.perf_counter()
     timesteps, returns = [], []  # (K,), (K, R)
-    for chunks in range(1, args.num_chunks + 1):
+    for updates in range(args.log_updates, args.total_updates + 1, args.log_updates):
         state, mean_return = chunk(state)
         returns.append(process_allgather(mean_return, tiled=True))
-        timesteps.append(chunks * args.chunk_updates * args.num_envs)
+        timesteps.append(updates * args.num_envs)
         train_seconds = time.perf_counter() - began
         speed = timesteps[-1] * len(seed) / train_seconds
         print(f"step {timesteps[-1]:,}  return {returns[-1].mean():.1f}  {speed:,.0f} steps/s")

@@ -268,7 +268,9 @@ def main(argv=None):
     for rate in args.learning_rate:
         steps = greedy_steps[learning_rate == rate]
         start = q_table[learning_rate == rate, *args.start].max(axis=-1)
-        print(f"learning rate {rate:g}: greedy steps {steps.mean():.1f}, worst {steps.max():.0f}, value {start.min():.6f}")
+        print(
+            f"learning rate {rate:g}: greedy steps {steps.mean():.1f}, worst {steps.max():.0f}, value {start.min():.6f}"
+        )
     if args.save:
         np.savez(
             args.save,

@@ -1,102 +1,103 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0"]
+# dependencies = [
+#     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
+# ]
 # ///
-"""An environment in pure JAX, MountainCar-v0, and its rollout over every core, device and machine: one program.
+"""An environment in pure JAX, MountainCar-v0, and its rollout over all cores and devices.
 
-A car too weak for the hill must swing back first (Moore 1990; Sutton & Barto 2018, example 10.1). By action a, 0, 1 or 2,
+A car too weak for the hill must swing back first (Moore 1990; Sutton & Barto 2018, example 10.1).
+Action a is 0 (push left), 1 (not at all) or 2 (right), and every step has the reward -1:
 
-    velocity <- clip(velocity + (a - 1) force - gravity cos(3 position)),    position <- clip(position + velocity)
+    velocity <- clip(velocity + (a - 1) force - gravity cos(3 position))
+    position <- clip(position + velocity)
 
-`reset` and `step` are pure functions of one environment, with gymnax's interface. N counts environments, T steps.
+`MountainCar(), EnvParams()` may stand where `gymnax.make(...)` does.
 
-    python mountaincar_env.py --num-devices 2                                   # 10^9 random steps
-    python mountaincar_env.py --policy rocking --plot cars.png --gif car.gif    # a policy that gets there
+    python mountaincar_env.py                                     # 10^9 random steps
+    python mountaincar_env.py --policy rocking --plot cars.png    # a policy that gets there
+
+Shapes: T steps, N environments, n of them on each device.
 """
-import argparse, contextlib, json, math, os, resource, shutil, signal, sys, threading, time
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import time
 from functools import partial
 from typing import NamedTuple
 
+# jax reads these when it is imported: each core is a device; a loop over steps is compiled into one
+# function, with vectors as wide as they can be, instead of one per operation (five times faster).
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(os.cpu_count()))
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
+    " --xla_disable_hlo_passes=cpu-parallel-task-assigner --xla_cpu_prefer_vector_width=512",
+)
+import jax
 
-def number(kind, low, high, text):
-    """An int or float (`kind`) from low to high, for argparse; 2e6 and 2_000_000 are whole numbers too."""
-    with contextlib.suppress(ValueError):
-        if low <= (value := float(text)) <= high and kind(value) == value:
-            return kind(value)
-    raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number in [{low:g}, {high:g}]")
+if "--distributed" in sys.argv:  # before gymnax is imported, since that makes arrays
+    jax.distributed.initialize()
+
+import jax.numpy as jnp
+import numpy as np
+from gymnax.environments import spaces
+from jax.experimental.multihost_utils import process_allgather
+
+BLOCK = 100  # steps for which random words are drawn at once: faster than in each
+MAX_SAVED = 1e8  # steps: 2.6 GB
+
+
+def number(kind, low, high):
+    """An argparse type: an int or a float in [low, high]; an int may be written 2e6."""
+
+    def parse(text):
+        value = float(text)
+        if not low <= value <= high or value != kind(value):
+            raise ValueError
+        return kind(value)
+
+    parse.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse shows it in its error
+    return parse
 
 
 def parse_args(argv=None):
-    """Read and check the command line; what is wrong ends here, with one line and exit code 2."""
-    parser = argparse.ArgumentParser(usage="%(prog)s [--flag value ...]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add, count = parser.add_argument, partial(number, int, 1, 1e12)
-    add("--seed", type=partial(number, int, 0, 2e9), default=0, help="everything random derives from it")
-    add("--num-envs", type=partial(number, int, 1, 1e9), default=4096, help="environments, vmapped into one program")
-    add("--total-timesteps", type=count, default=1_000_000_000, help="steps of all environments, in whole log intervals")
-    add("--policy", choices=["random", "rocking"], default="random", help="any action, or: push the way the car moves")
-    add("--num-devices", type=partial(number, int, 1, 1024), default=1, help="devices that share the work; CPU: cores")
-    add("--log-interval", type=count, default=200_000_000, help=f"steps between progress lines, {BLOCK} per environment or a multiple")
-    add("--num-processes", type=partial(number, int, 1, 1e5), default=1, help="processes, on any machines, each with --num-devices devices")
-    add("--process-id", type=partial(number, int, 0, 1e5), help="which of them this is, from 0 (default: ask the cluster)")
-    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens (default: ask the cluster)")
-    add("--timeout", type=partial(number, int, 1, 1e5), default=60, help="seconds to wait for a process that is missing")
-    add("--save", metavar="FILE.npz", help="keep every step and write it: arrays of shape (T, N)")
+    """Read and check the command line."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--seed", type=number(int, 0, 2e9), default=0, help="everything random derives from it")
+    add("--total-timesteps", type=number(int, 1, 1e12), default=10**9, help="of all environments")
+    add("--num-envs", type=number(int, 1, 1e6), default=4096, help="environments in lockstep")
+    add("--policy", choices=["random", "rocking"], default="random", help="or push as it moves")
+    # at most 1e9: an interval's counters are int32
+    add("--log-interval", type=number(int, 1, 1e9), default=200_000_000, help="steps per line")
+    add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
+    add("--save", metavar="FILE.npz", help="write every step of every environment")
     add("--plot", metavar="FILE.png", help="draw ten episodes, velocity against position")
-    add("--gif", metavar="FILE.gif", help="draw one episode as a film")
-    add("--json", action="store_true", help="print the report as one line of JSON, progress to standard error")
     args = parser.parse_args(argv)
-    if (args.process_id or 0) >= args.num_processes or args.num_envs % (args.num_devices * args.num_processes) or (
-            args.coordinator is not None and not args.coordinator.partition(":")[2].isdigit()):
-        parser.error("--num-envs must be a multiple of all devices, --process-id below --num-processes, --coordinator HOST:PORT")
-    for path, ending in (args.plot, ".png"), (args.gif, ".gif"), (args.save, ".npz"):
-        with contextlib.suppress(OSError):
-            if path is None or path[-4:] == ending and not os.path.isdir(path) and not os.remove(open(f"{path}.{os.getpid()}", "x").name):
-                continue
-        parser.error(f"cannot write {path!r}: it must be a file, end in {ending}, in a folder that can be written")
-    args.blocks = math.ceil(min(args.log_interval, args.total_timesteps, 1e7 * args.num_envs) / (BLOCK * args.num_envs))
-    size = 30 * (args.total_timesteps + args.blocks * BLOCK * args.num_envs) if args.save else 0  # bytes, at most
-    memory = args.num_envs * (400 + 8 * args.blocks) + 3 * size  # states, keys and random words; what is saved, and copies
-    free = shutil.disk_usage(os.path.dirname(args.save or "") or ".").free
-    if memory > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") or size > free:
-        parser.error(f"this needs {memory / 2**30:.1f} GiB of memory and {size / 2**30:.1f} GiB of disk, more than there is")
+    for path in [args.save, args.plot]:
+        if path and not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"no such folder: {path}")
+    # a chunk: the blocks of steps up to the next progress line
+    block_timesteps = BLOCK * args.num_envs
+    args.chunk_blocks = math.ceil(min(args.log_interval, args.total_timesteps) / block_timesteps)
+    args.num_chunks = math.ceil(args.total_timesteps / (args.chunk_blocks * block_timesteps))
+    if args.save and args.num_chunks * args.chunk_blocks * block_timesteps > MAX_SAVED:
+        parser.error(f"--save keeps every step, of which there may be {MAX_SAVED:g} at most")
     return args
 
 
-def within(seconds, function, *args, **options):
-    """Call a function that waits for the other processes; where one is missing or lost, this one ends, with exit code 1."""
-    give_up = lambda error: os._exit(print(f"{SCRIPT}: another process is missing:", error, file=sys.stderr, flush=True) or 1)
-    (timer := threading.Timer(seconds, give_up, [f"waited for {seconds} s"])).start()
-    try:
-        return function(*args, **options)
-    except Exception as error:
-        give_up(str(error).partition("\n")[0])
-    finally:
-        timer.cancel()
-
-
-SCRIPT = os.path.basename(__file__)
-BLOCK = (WORDS := 25) * (ACTIONS := 8)  # steps for which random words are drawn at once; actions that a word decides
-if __name__ == "__main__":  # before jax is imported, which takes seconds and then reads these settings
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # nothing is learned yet
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    args = parse_args()
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(args.num_devices)
-    fast = "--xla_cpu_prefer_vector_width=512 --xla_disable_hlo_passes=cpu-parallel-task-assigner "  # not split over cores
-    fast += "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000 "  # a loop is one function
-    os.environ["XLA_FLAGS"] = fast + os.environ.get("XLA_FLAGS", "")
-    if args.num_processes > 1:
-        sys.stdout, _ = os.fdopen(os.dup(1), "w"), os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # ours; jax's network layer prints, too
-        import jax
-        where = args.coordinator, args.num_processes, args.process_id
-        within(args.timeout, jax.distributed.initialize, *where, initialization_timeout=2 * args.timeout)
-
-import gymnax, jax, jax.experimental.multihost_utils as multihost, jax.numpy as jnp, numpy as np
-
-
 class EnvParams(NamedTuple):
-    """The unit of length is the position's, that of time a step. From Sutton & Barto (2018), example 10.1, or (G) Gymnasium."""
+    """Sutton & Barto's constants, and Gymnasium's (G); a length is in the unit of the position."""
+
     min_position: float = -1.2  # length; a wall
-    max_position: float = 0.6  # length; where the track ends, beyond the goal (G)
+    max_position: float = 0.6  # length; the track ends, beyond the goal (G)
     max_speed: float = 0.07  # length / step
     goal_position: float = 0.5  # length
     goal_velocity: float = 0.0  # length / step; the least with which to arrive (G)
@@ -106,153 +107,208 @@ class EnvParams(NamedTuple):
 
 
 class EnvState(NamedTuple):
-    position: jax.Array  # ()
-    velocity: jax.Array  # ()
-    time: jax.Array  # () steps since the start of the episode
+    """A car, or many of them."""
+
+    position: jax.Array  # length
+    velocity: jax.Array  # length / step
+    time: jax.Array  # steps since the episode began
+
+
+class Transition(NamedTuple):
+    """What --save keeps of a step."""
+
+    obs: jax.Array  # (..., 2)
+    action: jax.Array
+    next_obs: jax.Array  # (..., 2) the true successor, also where the episode ended
+    terminated: jax.Array  # false at a time limit
+    truncated: jax.Array  # true at a time limit
 
 
 def cosine(x):
-    """cos(x) = 2 cos(x / 2)^2 - 1, cos(x / 2) by its Taylor series: XLA's own is not vectorized on a CPU, three times slower."""
-    half = x / 2 - jnp.pi * jnp.round(x / (2 * jnp.pi))  # in [-pi / 2, pi / 2]: pi is a period of the square
-    terms = range(7 if x.dtype == jnp.float32 else 12)  # as many as change a digit
-    return 2 * jnp.polyval(np.array([(-1) ** k / math.factorial(2 * k) for k in terms[::-1]], x.dtype), half**2) ** 2 - 1
+    """Taylor's series: XLA's own cosine is not vectorised on a CPU (the rollout is 4x slower)."""
+    half = x / 2 - jnp.pi * jnp.round(x / (2 * jnp.pi))  # in [-pi / 2, pi / 2]
+    terms = 7 if x.dtype == jnp.float32 else 11  # as many as change a digit
+    series = [(-1) ** k / math.factorial(2 * k) for k in reversed(range(terms))]
+    return 2 * jnp.polyval(np.array(series, x.dtype), half**2) ** 2 - 1  # by cos(half)
 
 
-def start(fraction):
-    """The state in which an episode begins, for a fraction drawn from [0, 1): at rest, at -0.6 to -0.4 (Sutton & Barto)."""
-    return EnvState(-0.6 + 0.2 * fraction, jnp.zeros_like(fraction), jnp.int32(0))
+def observe(state):
+    """The observation (..., 2): position and velocity."""
+    return jnp.stack([state.position, state.velocity], axis=-1)
 
 
-def step_from(begin, state, action, params):
-    """One step; where it ends the episode, the next begins in the state `begin`. Returns the six values of `step`."""
-    velocity = state.velocity + (action - 1) * params.force - params.gravity * cosine(3 * state.position)
+def begin(fraction):
+    """The state in which an episode begins: at rest, from -0.6 to -0.4 for a fraction in [0, 1)."""
+    zero = jnp.zeros_like(fraction)
+    return EnvState(-0.6 + 0.2 * fraction, zero, zero.astype(jnp.int32))
+
+
+def advance(state, action, fresh, params):
+    """One step; where it ends an episode, the next begins in the state `fresh`. As `step` below."""
+    pull = params.gravity * cosine(3 * state.position)
+    velocity = state.velocity + (action - 1) * params.force - pull
     velocity = jnp.clip(velocity, -params.max_speed, params.max_speed)
     position = jnp.clip(state.position + velocity, params.min_position, params.max_position)
-    velocity = jnp.where((position == params.min_position) & (velocity < 0), 0.0, velocity)  # the wall stops the car
+    velocity = jnp.where((position == params.min_position) & (velocity < 0), 0.0, velocity)
     reached = EnvState(position, velocity, state.time + 1)
     terminated = (position >= params.goal_position) & (velocity >= params.goal_velocity)
     truncated = reached.time >= params.max_steps_in_episode
-    next_state = jax.tree.map(partial(jnp.where, terminated | truncated), begin, reached)
-    info = dict(terminated=terminated, truncated=truncated, final_observation=jnp.stack(reached[:2], -1), discount=1.0 - terminated)
-    return jnp.stack(next_state[:2], -1), next_state, jnp.full_like(position, -1.0), terminated, truncated, info
-
-
-def reset(key, params=EnvParams()):
-    """Begin an episode; returns the observation (2,), position and velocity, and the state."""
-    state = start(jax.random.uniform(key))
-    return jnp.stack(state[:2], -1), state
-
-
-def step(key, state, action, params=EnvParams()):
-    """One step, and after the last of an episode a reset by `key`: obs, state, reward, terminated, truncated, info."""
-    return step_from(reset(key, params)[1], state, action, params)
+    state = jax.tree.map(partial(jnp.where, terminated | truncated), fresh, reached)
+    info = {"final_observation": observe(reached)}
+    return observe(state), state, jnp.full_like(position, -1.0), terminated, truncated, info
 
 
 class MountainCar:
-    """What gymnax.make("MountainCar-v0") returns first: use `env, env_params = MountainCar(), EnvParams()` in its place."""
-    name, num_actions, default_params = "MountainCar-v0", 3, EnvParams()
-    reset, step = staticmethod(jax.jit(reset)), staticmethod(jax.jit(step))
-    action_space = staticmethod(lambda params=None: gymnax.environments.spaces.Discrete(3))  # push left, not at all, right
-    observation_space = staticmethod(lambda params=EnvParams(): gymnax.environments.spaces.Box(
-        jnp.array([params.min_position, -params.max_speed]), jnp.array([params.max_position, params.max_speed]), (2,), jnp.float32))
+    """One environment with gymnax's interface; gymnax.register("MyCar-v0", MountainCar) works."""
+
+    name = "MountainCar-v0"
+    num_actions = 3
+    default_params = EnvParams()
+
+    @partial(jax.jit, static_argnames="self")
+    def reset(self, key, params=default_params):
+        """The first observation (2,) of an episode, and the state."""
+        state = begin(jax.random.uniform(key))
+        return observe(state), state
+
+    @partial(jax.jit, static_argnames="self")
+    def step(self, key, state, action, params=default_params):
+        """Observation, state, reward, terminated, truncated, info; after an episode's end a reset.
+
+        The observation before that reset is info["final_observation"].
+        """
+        _, fresh = self.reset(key, params)
+        return advance(state, action, fresh, params)
+
+    def action_space(self, params=default_params):
+        """Push left, not at all, right."""
+        return spaces.Discrete(self.num_actions)
+
+    def observation_space(self, params=default_params):
+        """The bounds of position and velocity."""
+        low = jnp.array([params.min_position, -params.max_speed])
+        high = jnp.array([params.max_position, params.max_speed])
+        return spaces.Box(low, high, (2,), jnp.float32)
 
 
-def env_step(args, begin, carry, _):
-    """Act and step; returns what --save keeps, and the return of an episode that ended, else NaN."""
-    state, episode_return, word = carry
-    digit = (word > np.uint32(2**32 // 3)).astype(jnp.int32) + (word > np.uint32(2**33 // 3))  # the first to base 3, of word / 2^32
-    action = digit if args.policy == "random" else jnp.where(state.velocity < 0, 0, 2)
-    _, next_state, reward, terminated, truncated, info = step_from(begin, state, action, EnvParams())
-    done, episode_return = terminated | truncated, episode_return + reward
-    kept = info | dict(obs=jnp.stack(state[:2], -1), action=action, reward=reward)
-    return (next_state, jnp.where(done, 0.0, episode_return), word * 3), (kept, jnp.where(done, episode_return, jnp.nan))
+def vector_step(args, carry, word):
+    """Step n environments by a random word each: its high half the action, its low half a start."""
+    state, totals = carry
+    action = ((word >> 16) * 3 >> 16).astype(jnp.int32)
+    if args.policy == "rocking":
+        action = jnp.where(state.velocity < 0, 0, 2)
+    fresh = begin((word & 0xFFFF) / jnp.float32(2**16))
+    _, next_state, _, terminated, truncated, info = advance(state, action, fresh, EnvParams())
+    done = terminated | truncated
+    totals += jnp.stack([done, terminated, done * (state.time + 1)])
+    next_obs = info["final_observation"]
+    transition = Transition(observe(state), action, next_obs, terminated, truncated)
+    return (next_state, totals), transition
 
 
-def rollout(args, key, state, episode_return):
-    """Make all steps up to the next progress line; returns also the totals (4,) and, with --save, arrays (T, ...)."""
-    def eight_steps(carry, word):
-        state, episode_return, totals = carry
-        begin = start(((word * 3**ACTIONS) >> 8) * 2.0**-24)  # from the rest of the word: in eight steps no second episode ends
-        (state, episode_return, _), (kept, returns) = jax.lax.scan(
-            partial(env_step, args, begin), (state, episode_return, word), length=ACTIONS)
-        ended, returns = ~jnp.isnan(returns), jnp.nan_to_num(returns).astype(jnp.int32)  # whole numbers: their sums are exact
-        new = jnp.stack([x.sum(dtype=jnp.int32) for x in (ended, kept["terminated"], returns, returns**2)])
-        return (state, episode_return, totals + new), kept if args.save else None
+def device_key(args, chunk):
+    """The key of this device in this chunk; rbg draws words in bulk ten times as fast as threefry."""
+    key = jax.random.fold_in(jax.random.key(args.seed, impl="rbg"), chunk)
+    return jax.random.fold_in(key, jax.lax.axis_index("envs"))
+
+
+def init_state(args, num_envs):
+    """The state (n,) in which the environments of this device start."""
+    return begin(jax.random.uniform(device_key(args, 0), num_envs))
+
+
+def rollout(args, chunk, state):
+    """All steps up to the next progress line, from the state (n,) of this device's environments.
+
+    Returns also the totals (3,) over all devices of episodes that ended, of those that ended at
+    the goal, and of their steps, and with --save the transitions (T, n).
+    """
+
     def block(carry, key):
-        return jax.lax.scan(eight_steps, carry, jax.random.bits(key, (WORDS,), "uint32"))
-    keys = jax.random.split(key, args.blocks + 1)
-    (state, episode_return, totals), kept = jax.lax.scan(block, (state, episode_return, jnp.zeros(4, jnp.int32)), keys[1:])
-    return (keys[0], state, episode_return), totals, jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), kept)
+        words = jax.random.bits(key, (BLOCK, len(state.position)))
+        carry, transitions = jax.lax.scan(partial(vector_step, args), carry, words)
+        return carry, transitions if args.save else None
+
+    keys = jax.random.split(device_key(args, chunk), args.chunk_blocks)
+    totals = jnp.zeros((3, len(state.position)), jnp.int32)
+    (state, totals), kept = jax.lax.scan(block, (state, totals), keys)
+    return state, jax.lax.psum(totals.sum(axis=1), "envs"), jax.tree.map(jnp.concatenate, kept)
 
 
-def init(args, index):
-    """Key, state and return of the episode so far (0) with which environment number `index` starts."""
-    key, key_reset = jax.random.split(jax.random.fold_in(jax.random.key(args.seed), index))
-    return key, reset(key_reset)[1], jnp.zeros(())
+def plot(path, args):
+    """Draw ten episodes, velocity against position."""
+    import matplotlib.pyplot as plt
 
-
-def write_file(path, write):
-    """Let `write` fill a temporary file beside `path`, then move it there: the file is whole or not there at all."""
-    write(temporary := f"{path[:-4]}.{os.getpid()}{path[-4:]}")
-    os.replace(temporary, path)
-
-
-def draw(args):
-    """Draw --plot, velocity against position in ten episodes, and --gif, the first of them as gymnax renders it."""
-    one_block = argparse.Namespace(**vars(args) | dict(save=True, blocks=1))  # as long as an episode can be
-    kept = jax.jit(jax.vmap(lambda index: rollout(one_block, *init(args, index))[2]))(jnp.arange(10))  # (10, T, ...)
-    lengths = 1 + jnp.argmax(kept["terminated"] | kept["truncated"], axis=1)
-    paths = [np.append(obs[:1], reached[:n], axis=0) for obs, reached, n in zip(kept["obs"], kept["final_observation"], lengths)]
-    if args.plot:
-        from matplotlib.figure import Figure
-        axes = Figure(figsize=(7, 4), layout="constrained").subplots()
-        axes.plot(*[axis for path in paths for axis in path.T], linewidth=1)
-        axes.axvline(EnvParams().goal_position, color="gray", linestyle=":")
-        axes.set(title=f"{SCRIPT}, {args.policy} policy: ten episodes, and the goal", xlabel="position", ylabel="velocity, per step")
-        write_file(args.plot, partial(axes.figure.savefig, dpi=150))
-    if args.gif:
-        os.environ |= dict(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy", MPLBACKEND="agg")
-        from gymnax.visualize import Visualizer
-        states, returns = [EnvState(*obs, t) for t, obs in enumerate(paths[0])], -np.arange(len(paths[0]))
-        write_file(args.gif, Visualizer(MountainCar(), EnvParams(), states, returns).animate)
+    key_begin, key_step = jax.random.split(jax.random.key(args.seed))
+    state = begin(jax.random.uniform(key_begin, 10))
+    words = jax.random.bits(key_step, (EnvParams().max_steps_in_episode, 10))
+    totals = jnp.zeros((3, 10), jnp.int32)
+    _, transitions = jax.lax.scan(partial(vector_step, args), (state, totals), words)
+    last = np.argmax(transitions.terminated | transitions.truncated, axis=0)  # of the first episode
+    for env, end in enumerate(last):
+        reached = transitions.next_obs[: end + 1, env]
+        positions, velocities = np.concatenate([transitions.obs[:1, env], reached]).T
+        plt.plot(positions, velocities, linewidth=1)
+    plt.axvline(EnvParams().goal_position, color="gray", linestyle=":", label="goal")
+    plt.title(f"ten episodes of the {args.policy} policy")
+    plt.xlabel("position")
+    plt.ylabel("velocity (per step)")
+    plt.legend()
+    plt.savefig(path)
 
 
 def main(argv=None):
-    """Roll out, save, draw, report; exit code 130 after Ctrl-C."""
+    """Roll out, report; the exit code."""
     args = parse_args(argv)
-    interrupted = []  # by Ctrl-C: the chunk under way ends, the report follows; a second Ctrl-C ends the program
-    signal.signal(signal.SIGINT, lambda *_: interrupted.append(signal.signal(signal.SIGINT, signal.SIG_DFL)))
-    first, num_devices, device = jax.process_index() == 0, args.num_devices * jax.process_count(), jax.devices()[0].device_kind
-    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True) if first else lambda text: None
-    say(f"{SCRIPT}: MountainCar-v0, environments: {args.num_envs}, policy: {args.policy}, device: {num_devices} x {device}")
-    began, mesh = time.perf_counter(), jax.make_mesh((num_devices,), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
-    over_envs = partial(jax.shard_map, mesh=mesh, in_specs=jax.P("envs"), out_specs=jax.P("envs"), check_vma=False)
-    carry = jax.jit(over_envs(jax.vmap(partial(init, args))))(np.arange(args.num_envs))
-    chunk = jax.jit(over_envs(jax.vmap(partial(rollout, args))), donate_argnums=(0, 1, 2)).lower(*carry).compile()
-    compiled = time.perf_counter()
-    say(f"compiled in {compiled - began:.1f} s")
-    totals, timesteps, chunks, stop = np.zeros(4, int), 0, [], np.zeros(1)
-    while timesteps < args.total_timesteps and not stop.any():  # a Ctrl-C in one process stops all
-        carry, *out = jax.block_until_ready(chunk(*carry))
-        new, kept, stop = within(args.timeout, multihost.process_allgather, (*out, np.array([len(interrupted)])), tiled=True)
-        totals, timesteps = totals + new.sum(axis=0, dtype=int), timesteps + args.blocks * BLOCK * args.num_envs
-        chunks, seconds = [*chunks, kept], time.perf_counter() - compiled
-        goals, mean, square = totals[1:] / max(totals[0], 1)
-        row = dict(seed=args.seed, episodes=int(totals[0]), goal_share=goals, return_mean=mean, return_std=math.sqrt(square - mean**2))
-        say(f"step {timesteps:>14,}  episodes {row['episodes']:>11,}  return {mean:.1f} +- {row['return_std']:.1f}  "
-            f"at the goal {goals:.1%}  {timesteps / seconds / 1e6:.1f} M steps/s")
-    if first and args.save:
-        arrays = {name: np.concatenate([kept[name] for kept in chunks], axis=1).swapaxes(0, 1) for name in kept}  # (T, N, ...)
-        write_file(args.save, partial(np.savez, args=json.dumps(vars(args)), **arrays))
-    if first and (args.plot or args.gif):
-        draw(args)
-    if first and args.json:
-        print(json.dumps(dict(
-            script=SCRIPT, env="MountainCar-v0", args=vars(args), device=device, num_devices=num_devices, timesteps=timesteps, runs=[row],
-            versions=dict(python=sys.version.split()[0], jax=jax.__version__), seconds_to_compile=compiled - began, seconds_to_run=seconds,
-            steps_per_second=timesteps / seconds, peak_memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)))
-    sys.exit(130 if interrupted or stop.any() else 0)
+    if jax.process_index() > 0:  # process 0 reports for all
+        sys.stdout = open(os.devnull, "w")
+    num_devices = math.gcd(jax.device_count(), args.num_envs)
+    if args.distributed and num_devices < jax.device_count():
+        sys.exit(f"--num-envs must be a multiple of the {jax.device_count()} devices")
+    device = jax.devices()[0].device_kind
+    print(f"MountainCar-v0, {args.num_envs} environments on {num_devices} x {device}")
+
+    began = time.perf_counter()
+    mesh = jax.make_mesh((num_devices,), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+    on_devices = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    envs = jax.P("envs")
+    init = partial(init_state, args, args.num_envs // num_devices)
+    state = jax.jit(on_devices(init, in_specs=(), out_specs=envs))()
+    specs = {"in_specs": (jax.P(), envs), "out_specs": (envs, jax.P(), jax.P(None, "envs"))}
+    chunk = jax.jit(on_devices(partial(rollout, args), **specs), donate_argnums=1)
+    chunk = chunk.lower(1, state).compile()
+    compile_seconds = time.perf_counter() - began
+    print(f"compiled in {compile_seconds:.1f} s")
+
+    interrupts = []
+
+    def interrupt(signum, frame):  # Ctrl-C lets the chunk under way end, a second one does not
+        interrupts.append(signum)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, interrupt)
+    began = time.perf_counter()
+    kept = []
+    for chunks in range(1, args.num_chunks + 1):
+        state, totals, transitions = chunk(chunks, state)
+        kept.append(process_allgather(transitions, tiled=True))
+        episodes, goals, steps = np.array(totals, np.float32)
+        timesteps = chunks * args.chunk_blocks * BLOCK * args.num_envs
+        speed = timesteps / (time.perf_counter() - began)
+        print(
+            f"step {timesteps:,}  episodes {episodes:,}  at the goal {goals / episodes:.1%}"
+            f"  return {-steps / episodes:.1f}  {speed / 1e6:.0f} M steps/s"
+        )
+        if interrupts:
+            break
+
+    if args.save and jax.process_index() == 0:
+        trajectory = jax.tree.map(lambda *parts: np.concatenate(parts), *kept)  # (T, N, ...)
+        np.savez(args.save, args=json.dumps(vars(args)), **trajectory._asdict())
+    if args.plot and jax.process_index() == 0:
+        plot(args.plot, args)
+    return 130 if interrupts else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

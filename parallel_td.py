@@ -50,8 +50,8 @@ import optax
 from jax.experimental.multihost_utils import process_allgather
 
 ENV, ENV_PARAMS = gymnax.make("CartPole-v1")
-env_reset = jax.vmap(partial(ENV.reset, params=ENV_PARAMS))  # of keys (N,)
-env_step = jax.vmap(partial(ENV.step, params=ENV_PARAMS))  # of keys, states, actions (N,)
+env_reset = jax.vmap(ENV.reset)  # of keys (N,)
+env_step = jax.vmap(ENV.step)  # of keys, states, actions (N,)
 OBS_SCALE = np.array([2.4, 3.0, 0.2, 3.0], np.float32)  # m, m/s, rad, rad/s: about the largest
 
 
@@ -70,9 +70,8 @@ def number(kind, low, high):
 
 def parse_args(argv=None):
     """Read and check the command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
     add = parser.add_argument
     count = number(int, 1, 1e6)
     share = number(float, 0, 1)
@@ -81,7 +80,7 @@ def parse_args(argv=None):
     add("--total-timesteps", type=number(int, 1, 1e9), default=500_000, help="steps of a run")
     add("--num-envs", type=count, default=16, help="environments in lockstep")
     add("--batch-size", type=count, default=16, help="transitions per update: k * --num-envs")
-    add("--learning-rate", type=share, default=[0.04], nargs="+", help="at first; runs with each")
+    add("--learning-rate", type=share, default=[0.06], nargs="+", help="at first; runs with each")
     add("--gamma", type=share, default=0.99, help="discount factor")
     add("--epsilon", type=share, default=0.1, help="probability of a random action")
     add("--num-centers", type=count, default=500, help="radial basis features")
@@ -97,9 +96,9 @@ def parse_args(argv=None):
     for path in [args.save, args.plot]:
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             parser.error(f"no such folder: {path}")
-    # a chunk: the updates up to the next progress line
-    args.chunk_updates = math.ceil(min(args.log_interval, args.total_timesteps) / args.batch_size)
-    args.num_chunks = math.ceil(args.total_timesteps / (args.chunk_updates * args.batch_size))
+    args.log_updates = math.ceil(min(args.log_interval, args.total_timesteps) / args.batch_size)
+    num_lines = math.ceil(args.total_timesteps / (args.log_updates * args.batch_size))
+    args.total_updates = num_lines * args.log_updates  # a whole number of progress lines
     return args
 
 
@@ -128,8 +127,7 @@ class TrainState(NamedTuple):
 
 def optimizer(args, learning_rate):
     """Adam, its learning rate falling linearly to 0."""
-    total_updates = args.num_chunks * args.chunk_updates
-    return optax.adam(optax.linear_schedule(learning_rate, 0.0, total_updates))
+    return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.total_updates))
 
 
 def init_state(args, seed, learning_rate):
@@ -195,7 +193,7 @@ def train_step(args, state, random):
 def train_chunk(args, state):
     """All updates up to the next progress line; mean return of the episodes that ended, or NaN."""
     key, key_step, key_uniform, key_action = jax.random.split(state.key, 4)
-    shape = (args.chunk_updates, args.batch_size // args.num_envs, args.num_envs)  # (U, T, N)
+    shape = (args.log_updates, args.batch_size // args.num_envs, args.num_envs)  # (U, T, N)
     random = (  # for all steps at once: faster than inside the loop
         jax.random.split(key_step, shape),
         jax.random.uniform(key_uniform, shape),
@@ -271,10 +269,10 @@ def main(argv=None):
     signal.signal(signal.SIGINT, interrupt)
     began = time.perf_counter()
     timesteps, returns = [], []  # (K,), (K, R)
-    for chunks in range(1, args.num_chunks + 1):
+    for updates in range(args.log_updates, args.total_updates + 1, args.log_updates):
         state, mean_return = chunk(state)
         returns.append(process_allgather(mean_return, tiled=True))
-        timesteps.append(chunks * args.chunk_updates * args.batch_size)
+        timesteps.append(updates * args.batch_size)
         train_seconds = time.perf_counter() - began
         speed = timesteps[-1] * len(seed) / train_seconds
         print(f"step {timesteps[-1]:,}  return {returns[-1].mean():.1f}  {speed:,.0f} steps/s")

@@ -1,41 +1,93 @@
-"""Each script as a user runs it: in a subprocess, for a few steps, copied alone into an empty folder."""
-import os
+"""Each script as a user runs it: copied alone into an empty folder, a few steps, with its files."""
+
+import json
+import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from conftest import ROOT, SCRIPTS, USER_ENV
 
-ROOT = Path(__file__).parent.parent
-FEW_STEPS = {
-    "epsilon_decay_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
-    "gridworld_qlearning.py": ["--total-timesteps", "2000", "--log-interval", "1000"],
-    "mountaincar_env.py": ["--num-envs", "8", "--total-timesteps", "3200", "--log-interval", "1600", "--policy", "rocking"],
-    "parallel_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
-    "reinforce_parallel.py": ["--num-iterations", "4", "--log-interval", "2", "--eval-episodes", "4"],
-    "replay_td.py": ["--total-timesteps", "4000", "--log-interval", "2000", "--eval-episodes", "4"],
+TD = (
+    "--num-seeds 2 --learning-rate 0.01 0.02 --total-timesteps 1440 --log-interval 480"
+    " --num-centers 50 --eval-episodes 5"
+)
+FLAGS = {
+    "parallel_td.py": TD,
+    "replay_td.py": TD + " --buffer-size 64 --learning-starts 32",
+    "epsilon_decay_td.py": TD + " --buffer-size 64 --learning-starts 32",
+    "gridworld_qlearning.py": "--num-seeds 2 --learning-rate 0.1 0.2 --total-timesteps 3000"
+    " --log-interval 1000 --grid-size 3 4 --start 2 3",
+    "mountaincar_env.py": "--num-envs 8 --total-timesteps 2400 --log-interval 800",
+    "reinforce_parallel.py": "--num-seeds 2 --learning-rate 0.01 0.02 --num-iterations 3"
+    " --log-interval 1 --hidden-size 3 --eval-episodes 5 --gif film.gif",
+}
+LEARNED = {"args": (), "seed": (4,), "learning_rate": (4,), "timesteps": (3,)}
+LEARNED |= {"compile_seconds": (), "train_seconds": ()}
+RETURNS = LEARNED | {"returns": (3, 4), "greedy_return": (4, 5)}
+WEIGHTS = RETURNS | {"centers": (4, 50, 4), "weights": (4, 50, 2)}
+NETWORK = {"w0": (4, 4, 3), "b0": (4, 3), "w1": (4, 3, 2), "b1": (4, 2), "timesteps": (3, 4)}
+STEPS = {"obs": (300, 8, 2), "final_observation": (300, 8, 2)}
+STEPS |= dict.fromkeys(["action", "reward", "terminated", "truncated"], (300, 8))
+TABLE = {"q_table": (4, 3, 4, 4), "steps_per_episode": (3, 4), "greedy_steps": (4,)}
+SAVED = {
+    "parallel_td.py": WEIGHTS,
+    "replay_td.py": WEIGHTS,
+    "epsilon_decay_td.py": WEIGHTS,
+    "gridworld_qlearning.py": LEARNED | TABLE,
+    "mountaincar_env.py": {"args": ()} | STEPS,
+    "reinforce_parallel.py": RETURNS | NETWORK,
 }
 
 
-def run(script, *flags, cwd=None):
-    """Run a script to its end; returns the finished process, its output as text."""
-    env = os.environ | dict(XLA_FLAGS="--xla_backend_optimization_level=0")  # compiles sooner
-    return subprocess.run([sys.executable, str(script), *flags], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+def run(script, folder):
+    """Copy a script into a folder of its own and run it there; the finished process."""
+    folder = folder / script[:-3]
+    folder.mkdir()
+    shutil.copy(ROOT / script, folder)
+    command = [sys.executable, script, *FLAGS[script].split()]
+    command += "--save run.npz --plot curve.png".split()
+    return subprocess.run(command, cwd=folder, env=USER_ENV, capture_output=True, text=True)
 
 
-def test_every_script_is_smoke_tested():
-    assert set(FEW_STEPS) == {path.name for path in ROOT.glob("*.py")}
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """{script: (folder, the process that has ended there)}, run two at a time."""
+    folder = tmp_path_factory.mktemp("smoke")
+    with ThreadPoolExecutor(2) as pool:
+        processes = list(pool.map(lambda script: run(script, folder), SCRIPTS))
+    return {s: (folder / s[:-3], p) for s, p in zip(SCRIPTS, processes, strict=True)}
 
 
-@pytest.mark.parametrize("script", sorted(FEW_STEPS))
-def test_runs_alone_in_an_empty_folder(script, tmp_path):
-    shutil.copy(ROOT / script, tmp_path)
-    runs = [] if script == "mountaincar_env.py" else ["--num-seeds", "2"]
-    process = run(script, *FEW_STEPS[script], *runs, "--save", "out.npz", "--plot", "out.png", cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    assert process.stderr == ""
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_runs_alone_in_an_empty_folder(script, runs):
+    folder, process = runs[script]
+    assert (process.returncode, process.stderr) == (0, "")
     lines = process.stdout.splitlines()
-    assert lines[0].startswith(script) and any(line.startswith("compiled in") for line in lines[1:3])
-    assert {path.name for path in tmp_path.iterdir()} == {script, "out.npz", "out.png"}
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(r" on \d+ x ", lines[0])
+    assert re.fullmatch(r"compiled in [\d.]+ s", lines[1])
+    progress = [line for line in lines if re.match(r"(step|iteration) [\d,]+ ", line)]
+    assert len(progress) == 3 and all(line.endswith("steps/s") for line in progress)
+    greedy = [line for line in lines if line.startswith("learning rate ")]
+    assert len(greedy) == (0 if script == "mountaincar_env.py" else 2)
+    film = {"film.gif"} if "--gif" in FLAGS[script] else set()
+    assert {path.name for path in folder.iterdir()} == {script, "run.npz", "curve.png"} | film
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert all(path.stat().st_size > 5000 for path in folder.glob("*.[pg][ni][gf]"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_saves_what_the_contract_says(script, runs):
+    saved = dict(np.load(runs[script][0] / "run.npz", allow_pickle=False))
+    assert {name: array.shape for name, array in saved.items()} == SAVED[script]
+    flags = {word[2:].replace("-", "_") for word in FLAGS[script].split() if word[:2] == "--"}
+    assert flags <= set(json.loads(str(saved["args"])))
+    arrays = [array for array in saved.values() if array.dtype.kind == "f"]
+    assert all(np.isfinite(array).all() for array in arrays)
+    if "seed" in saved:
+        np.testing.assert_array_equal(saved["seed"], [0, 1, 0, 1])
+        assert saved["learning_rate"][0] == saved["learning_rate"][1] < saved["learning_rate"][2]
+        assert (np.diff(saved["timesteps"], axis=0) > 0).all()
