@@ -7,12 +7,12 @@
 """An environment in pure JAX, MountainCar-v0, and its rollout over all cores and devices.
 
 A car too weak for the hill must swing back first (Moore 1990; Sutton & Barto 2018, example 10.1).
-Action a is 0 (push left), 1 (not at all) or 2 (right), and every step has the reward -1:
+Action a is 0 (push left), 1 (not at all) or 2 (right), every reward -1 until the goal is reached:
 
     velocity <- clip(velocity + (a - 1) force - gravity cos(3 position))
     position <- clip(position + velocity)
 
-`MountainCar(), EnvParams()` may stand where `gymnax.make(...)` does.
+`MountainCar(), EnvParams()` stands where gymnax.make(...) does: gymnax's interface, the same car.
 
     python mountaincar_env.py                                     # 10^9 random steps
     python mountaincar_env.py --policy rocking --plot cars.png    # a policy that gets there
@@ -27,16 +27,17 @@ import os
 import signal
 import sys
 import time
+from collections import namedtuple
 from functools import partial
 from typing import NamedTuple
 
 # jax reads these when it is imported: each core is a device; a loop over steps is compiled into one
-# function, with vectors as wide as they can be, instead of one per operation (five times faster).
+# function instead of one per operation (3.5x faster), with vectors as wide as they can be (1.3x).
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(os.cpu_count()))
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
-    " --xla_disable_hlo_passes=cpu-parallel-task-assigner --xla_cpu_prefer_vector_width=512",
+    " --xla_cpu_prefer_vector_width=512",
 )
 import jax
 
@@ -45,7 +46,7 @@ if "--distributed" in sys.argv:  # before gymnax is imported, since that makes a
 
 import jax.numpy as jnp
 import numpy as np
-from gymnax.environments import spaces
+from gymnax.environments.classic_control import mountain_car
 from jax.experimental.multihost_utils import process_allgather
 
 BLOCK = 100  # steps for which random words are drawn at once: faster than in each
@@ -75,8 +76,8 @@ def parse_args(argv=None):
     add("--total-timesteps", type=number(int, 1, 1e12), default=10**9, help="of all environments")
     add("--num-envs", type=number(int, 1, 1e6), default=4096, help="environments in lockstep")
     add("--policy", choices=["random", "rocking"], default="random", help="or push as it moves")
-    # at most 1e9: an interval's counters are int32
-    add("--log-interval", type=number(int, 1, 1e9), default=200_000_000, help="steps per line")
+    # no more per line, so that its sums fit into an int32
+    add("--log-interval", type=number(int, 1, 1e9), default=2 * 10**8, help="steps per line")
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
     add("--save", metavar="FILE.npz", help="write every step of every environment")
     add("--plot", metavar="FILE.png", help="draw ten episodes, velocity against position")
@@ -85,11 +86,12 @@ def parse_args(argv=None):
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             parser.error(f"no such folder: {path}")
     # a chunk: the blocks of steps up to the next progress line
-    block_timesteps = BLOCK * args.num_envs
-    args.chunk_blocks = math.ceil(min(args.log_interval, args.total_timesteps) / block_timesteps)
-    args.num_chunks = math.ceil(args.total_timesteps / (args.chunk_blocks * block_timesteps))
-    if args.save and args.num_chunks * args.chunk_blocks * block_timesteps > MAX_SAVED:
-        parser.error(f"--save keeps every step, of which there may be {MAX_SAVED:g} at most")
+    interval = min(args.log_interval, args.total_timesteps)
+    args.chunk_blocks = math.ceil(interval / (BLOCK * args.num_envs))
+    args.chunk_timesteps = args.chunk_blocks * BLOCK * args.num_envs
+    args.num_chunks = math.ceil(args.total_timesteps / args.chunk_timesteps)
+    if args.save and args.num_chunks * args.chunk_timesteps > MAX_SAVED:
+        parser.error(f"--save keeps every step: at most {MAX_SAVED:g}, in whole log intervals")
     return args
 
 
@@ -114,14 +116,7 @@ class EnvState(NamedTuple):
     time: jax.Array  # steps since the episode began
 
 
-class Transition(NamedTuple):
-    """What --save keeps of a step."""
-
-    obs: jax.Array  # (..., 2)
-    action: jax.Array
-    next_obs: jax.Array  # (..., 2) the true successor, also where the episode ended
-    terminated: jax.Array  # false at a time limit
-    truncated: jax.Array  # true at a time limit
+Transition = namedtuple("Transition", "obs action next_obs terminated truncated")  # as saved
 
 
 def cosine(x):
@@ -139,12 +134,11 @@ def observe(state):
 
 def begin(fraction):
     """The state in which an episode begins: at rest, from -0.6 to -0.4 for a fraction in [0, 1)."""
-    zero = jnp.zeros_like(fraction)
-    return EnvState(-0.6 + 0.2 * fraction, zero, zero.astype(jnp.int32))
+    return EnvState(-0.6 + 0.2 * fraction, 0 * fraction, jnp.zeros_like(fraction, jnp.int32))
 
 
 def advance(state, action, fresh, params):
-    """One step; where it ends an episode, the next begins in the state `fresh`. As `step` below."""
+    """One step; where an episode ends, the next begins in the state `fresh`. Returns as `step`."""
     pull = params.gravity * cosine(3 * state.position)
     velocity = state.velocity + (action - 1) * params.force - pull
     velocity = jnp.clip(velocity, -params.max_speed, params.max_speed)
@@ -158,102 +152,76 @@ def advance(state, action, fresh, params):
     return observe(state), state, jnp.full_like(position, -1.0), terminated, truncated, info
 
 
-class MountainCar:
-    """One environment with gymnax's interface; gymnax.register("MyCar-v0", MountainCar) works."""
+class MountainCar(mountain_car.MountainCar):
+    """One environment, with gymnax's interface; its name and its spaces are gymnax's own."""
 
-    name = "MountainCar-v0"
-    num_actions = 3
     default_params = EnvParams()
 
     @partial(jax.jit, static_argnames="self")
     def reset(self, key, params=default_params):
-        """The first observation (2,) of an episode, and the state."""
+        """Begin an episode: the observation (2,) and the state."""
         state = begin(jax.random.uniform(key))
         return observe(state), state
 
     @partial(jax.jit, static_argnames="self")
     def step(self, key, state, action, params=default_params):
-        """Observation, state, reward, terminated, truncated, info; after an episode's end a reset.
-
-        The observation before that reset is info["final_observation"].
-        """
-        _, fresh = self.reset(key, params)
-        return advance(state, action, fresh, params)
-
-    def action_space(self, params=default_params):
-        """Push left, not at all, right."""
-        return spaces.Discrete(self.num_actions)
-
-    def observation_space(self, params=default_params):
-        """The bounds of position and velocity."""
-        low = jnp.array([params.min_position, -params.max_speed])
-        high = jnp.array([params.max_position, params.max_speed])
-        return spaces.Box(low, high, (2,), jnp.float32)
+        """Observation, state, reward, terminated, truncated, info; resets where an episode ends."""
+        return advance(state, action, begin(jax.random.uniform(key)), params)
 
 
-def vector_step(args, carry, word):
-    """Step n environments by a random word each: its high half the action, its low half a start."""
+def vector_step(args, carry, random):
+    """Step n environments, by 16 random bits each; with the Transition of each."""
     state, totals = carry
-    action = ((word >> 16) * 3 >> 16).astype(jnp.int32)
+    product = 3 * random  # action * 2^16 + a remainder, from which the next episode begins
+    action = (product >> 16).astype(jnp.int32)
     if args.policy == "rocking":
         action = jnp.where(state.velocity < 0, 0, 2)
-    fresh = begin((word & 0xFFFF) / jnp.float32(2**16))
+    fresh = begin((product & 0xFFFF) / jnp.float32(2**16))
     _, next_state, _, terminated, truncated, info = advance(state, action, fresh, EnvParams())
     done = terminated | truncated
     totals += jnp.stack([done, terminated, done * (state.time + 1)])
-    next_obs = info["final_observation"]
-    transition = Transition(observe(state), action, next_obs, terminated, truncated)
-    return (next_state, totals), transition
-
-
-def device_key(args, chunk):
-    """The key of this device in this chunk; rbg draws words in bulk ten times as fast as threefry."""
-    key = jax.random.fold_in(jax.random.key(args.seed, impl="rbg"), chunk)
-    return jax.random.fold_in(key, jax.lax.axis_index("envs"))
-
-
-def init_state(args, num_envs):
-    """The state (n,) in which the environments of this device start."""
-    return begin(jax.random.uniform(device_key(args, 0), num_envs))
+    reached = info["final_observation"]
+    return (next_state, totals), Transition(observe(state), action, reached, terminated, truncated)
 
 
 def rollout(args, chunk, state):
-    """All steps up to the next progress line, from the state (n,) of this device's environments.
+    """All steps up to the next progress line of this device's environments; state (n,).
 
-    Returns also the totals (3,) over all devices of episodes that ended, of those that ended at
-    the goal, and of their steps, and with --save the transitions (T, n).
+    Also reports, of all devices' finished episodes, their number, share at the goal, mean return.
     """
+    num_envs = len(state.position)
 
     def block(carry, key):
-        words = jax.random.bits(key, (BLOCK, len(state.position)))
-        carry, transitions = jax.lax.scan(partial(vector_step, args), carry, words)
+        words = jax.random.bits(key, (BLOCK // 2, num_envs))  # two steps' each: 1.3x faster
+        random = jnp.concatenate([words >> 16, words & 0xFFFF])  # (BLOCK, n)
+        carry, transitions = jax.lax.scan(partial(vector_step, args), carry, random)
         return carry, transitions if args.save else None
 
-    keys = jax.random.split(device_key(args, chunk), args.chunk_blocks)
-    totals = jnp.zeros((3, len(state.position)), jnp.int32)
-    (state, totals), kept = jax.lax.scan(block, (state, totals), keys)
-    return state, jax.lax.psum(totals.sum(axis=1), "envs"), jax.tree.map(jnp.concatenate, kept)
+    key = jax.random.key(args.seed, impl="rbg")  # faster in bulk than threefry
+    key = jax.random.fold_in(jax.random.fold_in(key, chunk), jax.lax.axis_index("envs"))
+    carry = state, jnp.zeros((3, num_envs), jnp.int32)
+    (state, totals), kept = jax.lax.scan(block, carry, jax.random.split(key, args.chunk_blocks))
+    episodes, goals, steps = jax.lax.psum(totals.sum(axis=1), "envs")
+    report = episodes, goals / episodes, -steps / episodes  # every reward is -1
+    return state, report, jax.tree.map(jnp.concatenate, kept)
 
 
 def plot(path, args):
     """Draw ten episodes, velocity against position."""
     import matplotlib.pyplot as plt
 
-    key_begin, key_step = jax.random.split(jax.random.key(args.seed))
+    key_begin, key_bits = jax.random.split(jax.random.key(args.seed))
     state = begin(jax.random.uniform(key_begin, 10))
-    words = jax.random.bits(key_step, (EnvParams().max_steps_in_episode, 10))
-    totals = jnp.zeros((3, 10), jnp.int32)
-    _, transitions = jax.lax.scan(partial(vector_step, args), (state, totals), words)
-    last = np.argmax(transitions.terminated | transitions.truncated, axis=0)  # of the first episode
-    for env, end in enumerate(last):
-        reached = transitions.next_obs[: end + 1, env]
-        positions, velocities = np.concatenate([transitions.obs[:1, env], reached]).T
-        plt.plot(positions, velocities, linewidth=1)
-    plt.axvline(EnvParams().goal_position, color="gray", linestyle=":", label="goal")
-    plt.title(f"ten episodes of the {args.policy} policy")
+    random = jax.random.bits(key_bits, (EnvParams().max_steps_in_episode, 10)) >> 16
+    carry = state, jnp.zeros((3, 10), jnp.int32)
+    _, transitions = jax.lax.scan(partial(vector_step, args), carry, random)
+    ended = transitions.terminated | transitions.truncated
+    for car, last in enumerate(np.argmax(ended, axis=0)):
+        plt.plot(*transitions.next_obs[: last + 1, car].T, linewidth=1)
+    plt.axvline(EnvParams().goal_position, color="gray", linestyle=":")
+    plt.title(f"ten episodes of the {args.policy} policy, and the goal")
     plt.xlabel("position")
-    plt.ylabel("velocity (per step)")
-    plt.legend()
+    plt.ylabel("velocity, per step")
     plt.savefig(path)
 
 
@@ -265,20 +233,19 @@ def main(argv=None):
     num_devices = math.gcd(jax.device_count(), args.num_envs)
     if args.distributed and num_devices < jax.device_count():
         sys.exit(f"--num-envs must be a multiple of the {jax.device_count()} devices")
-    device = jax.devices()[0].device_kind
-    print(f"MountainCar-v0, {args.num_envs} environments on {num_devices} x {device}")
+    print(f"MountainCar-v0, {args.num_envs} envs on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
     mesh = jax.make_mesh((num_devices,), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
-    on_devices = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    envs = jax.P("envs")
-    init = partial(init_state, args, args.num_envs // num_devices)
-    state = jax.jit(on_devices(init, in_specs=(), out_specs=envs))()
-    specs = {"in_specs": (jax.P(), envs), "out_specs": (envs, jax.P(), jax.P(None, "envs"))}
-    chunk = jax.jit(on_devices(partial(rollout, args), **specs), donate_argnums=1)
-    chunk = chunk.lower(1, state).compile()
-    compile_seconds = time.perf_counter() - began
-    print(f"compiled in {compile_seconds:.1f} s")
+    in_specs = jax.P(), jax.P("envs")
+    out_specs = jax.P("envs"), jax.P(), jax.P(None, "envs")
+    sharded = jax.shard_map(
+        partial(rollout, args), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    state = begin(jax.random.uniform(jax.random.key(args.seed), args.num_envs))
+    state = jax.tree.map(np.array, state)  # not an array of this process alone
+    chunk = jax.jit(sharded).lower(0, state).compile()
+    print(f"compiled in {time.perf_counter() - began:.1f} s")
 
     interrupts = []
 
@@ -289,21 +256,21 @@ def main(argv=None):
     signal.signal(signal.SIGINT, interrupt)
     began = time.perf_counter()
     kept = []
-    for chunks in range(1, args.num_chunks + 1):
-        state, totals, transitions = chunk(chunks, state)
+    for i in range(args.num_chunks):
+        state, report, transitions = chunk(i, state)
         kept.append(process_allgather(transitions, tiled=True))
-        episodes, goals, steps = np.array(totals, np.float32)
-        timesteps = chunks * args.chunk_blocks * BLOCK * args.num_envs
+        episodes, goal_share, mean_return = map(np.array, report)
+        timesteps = (i + 1) * args.chunk_timesteps
         speed = timesteps / (time.perf_counter() - began)
         print(
-            f"step {timesteps:,}  episodes {episodes:,}  at the goal {goals / episodes:.1%}"
-            f"  return {-steps / episodes:.1f}  {speed / 1e6:.0f} M steps/s"
+            f"step {timesteps:,}  episodes {episodes:,}  at the goal {goal_share:.1%}"
+            f"  return {mean_return:.1f}  {speed / 1e6:.0f} M steps/s"
         )
         if interrupts:
             break
 
     if args.save and jax.process_index() == 0:
-        trajectory = jax.tree.map(lambda *parts: np.concatenate(parts), *kept)  # (T, N, ...)
+        trajectory = Transition(*map(np.concatenate, zip(*kept, strict=True)))  # (T, N, ...)
         np.savez(args.save, args=json.dumps(vars(args)), **trajectory._asdict())
     if args.plot and jax.process_index() == 0:
         plot(args.plot, args)

@@ -27,6 +27,7 @@ import argparse
 import json
 import math
 import os
+import queue
 import signal
 import sys
 import time
@@ -180,15 +181,15 @@ def vector_step(args, params, carry, random):
     env, env_params = make(args.env_id)
     obs = obs.reshape(len(obs), -1).astype(float)  # (N, D)
     action = sample(params, obs, noise)
-    next_obs, env_state, reward, terminated, truncated, _ = jax.vmap(env.step)(
+    next_obs, next_state, reward, terminated, truncated, _ = jax.vmap(env.step)(
         keys, env_state, to_bounds(env.action_space(env_params), action)
     )
-    carry = next_obs, env_state, mask & ~(terminated | truncated)
-    return carry, Batch(obs, action, reward, mask)
+    carry = next_obs, next_state, mask & ~(terminated | truncated)
+    return carry, (Batch(obs, action, reward, mask), env_state)
 
 
 def play(args, params, key, num_envs, noise_scale):
-    """An episode in each of N environments: greedy if the scale of the noise is 0."""
+    """An episode in each of N environments, and their states; greedy if noise_scale is 0."""
     env, env_params = make(args.env_id)
     key_reset, key_noise, key_step = jax.random.split(key, 3)
     obs, env_state = jax.vmap(env.reset)(jax.random.split(key_reset, num_envs))
@@ -197,8 +198,7 @@ def play(args, params, key, num_envs, noise_scale):
     noise = noise_scale * draw(key_noise, (*shape, *params["b1"].shape))  # (T, N, A)
     carry = obs, env_state, jnp.ones(num_envs, bool)
     random = noise, jax.random.split(key_step, shape)
-    _, batch = jax.lax.scan(partial(vector_step, args, params), carry, random)
-    return batch
+    return jax.lax.scan(partial(vector_step, args, params), carry, random)[1]
 
 
 def advantages(args, batch):
@@ -224,7 +224,7 @@ def loss(params, batch, advantage):
 def train_step(args, state, _):
     """Play N episodes, make one Adam step; their mean return and number of real steps."""
     key, key_play = jax.random.split(state.key)
-    batch = play(args, state.params, key_play, args.num_envs, noise_scale=1.0)
+    batch, _ = play(args, state.params, key_play, args.num_envs, noise_scale=1.0)
     if args.sync == "truncation":
         batch = batch._replace(mask=batch.mask & jnp.all(batch.mask, axis=1, keepdims=True))
     grad = jax.grad(loss)(state.params, batch, advantages(args, batch))
@@ -244,7 +244,7 @@ def train_chunk(args, state):
 
 def evaluate(args, state):
     """Returns (E,) of the greedy policy in E fresh episodes."""
-    batch = play(args, state.params, state.key, args.eval_episodes, noise_scale=0.0)
+    batch, _ = play(args, state.params, state.key, args.eval_episodes, noise_scale=0.0)
     return jnp.sum(batch.mask * batch.reward, axis=0)
 
 
@@ -272,22 +272,14 @@ def plot(path, learning_rate, timesteps, returns):
 
 
 def film(path, args, params):
-    """Draw up to 200 steps of a greedy episode, without a screen."""
+    """Draw the first 200 steps of a greedy episode, without a screen."""
     os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")
     from gymnax.visualize import Visualizer
 
-    env, env_params = make(args.env_id)
-    key_reset, *keys = jax.random.split(jax.random.key(args.seed), 201)
-    obs, env_state = env.reset(key_reset)
-    states, rewards = [], []
-    for key in keys:
-        states.append(env_state)
-        action = to_bounds(env.action_space(env_params), sample(params, obs.reshape(-1), 0.0))
-        obs, env_state, reward, terminated, truncated, _ = env.step(key, env_state, action)
-        rewards.append(reward)
-        if terminated or truncated:
-            break
-    Visualizer(env, env_params, states, np.cumsum(rewards)).animate(path)
+    batch, states = play(args, params, jax.random.key(args.seed), num_envs=1, noise_scale=0.0)
+    steps = range(min(200, np.sum(batch.mask)))
+    frames = [jax.tree.map(lambda array, t=t: array[t, 0], states) for t in steps]
+    Visualizer(*make(args.env_id), frames, np.cumsum(batch.reward)).animate(path)
 
 
 def main(argv=None):
@@ -311,13 +303,8 @@ def main(argv=None):
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
-    interrupts = []
-
-    def interrupt(signum, frame):  # Ctrl-C lets the chunk under way end, a second one does not
-        interrupts.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, interrupt)
+    interrupts = queue.SimpleQueue()
+    signal.signal(signal.SIGINT, interrupts.put)  # Ctrl-C lets the chunk under way end
     began = time.perf_counter()
     steps, returns = [], []  # (K, R), (K, R)
     for iteration in range(args.log_updates, args.total_updates + 1, args.log_updates):
@@ -328,7 +315,7 @@ def main(argv=None):
         train_seconds = time.perf_counter() - began
         speed = np.sum(steps) / train_seconds
         print(f"iteration {iteration:,}  return {mean_return.mean():.1f}  {speed:,.0f} steps/s")
-        if interrupts:
+        if not interrupts.empty():
             break
 
     timesteps = np.cumsum(steps, axis=0)
@@ -354,7 +341,7 @@ def main(argv=None):
         plot(args.plot, learning_rate, timesteps.mean(axis=1), np.array(returns))
     if args.gif:
         film(args.gif, args, {name: array[0] for name, array in params.items()})
-    return 130 if interrupts else 0
+    return 0 if interrupts.empty() else 130
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import argparse
 import json
 import math
 import os
+import queue
 import signal
 import sys
 import time
@@ -288,13 +289,8 @@ def main(argv=None):
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
-    interrupts = []
-
-    def interrupt(signum, frame):  # Ctrl-C lets the chunk under way end, a second one does not
-        interrupts.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, interrupt)
+    interrupts = queue.SimpleQueue()
+    signal.signal(signal.SIGINT, interrupts.put)  # Ctrl-C lets the chunk under way end
     began = time.perf_counter()
     timesteps, returns = [], []  # (K,), (K, R)
     for updates in range(args.log_updates, args.total_updates + 1, args.log_updates):
@@ -304,7 +300,7 @@ def main(argv=None):
         train_seconds = time.perf_counter() - began
         speed = timesteps[-1] * len(seed) / train_seconds
         print(f"step {timesteps[-1]:,}  return {returns[-1].mean():.1f}  {speed:,.0f} steps/s")
-        if interrupts:
+        if not interrupts.empty():
             break
 
     greedy_return = over_runs(partial(evaluate, args), num_devices)(state)  # (R, E)
@@ -329,7 +325,7 @@ def main(argv=None):
         )
     if args.plot:
         plot(args.plot, learning_rate, timesteps, np.array(returns))
-    return 130 if interrupts else 0
+    return 0 if interrupts.empty() else 130
 
 
 if __name__ == "__main__":
