@@ -202,23 +202,23 @@ def play(args, params, key, num_envs, noise_scale):
 
 
 def advantages(args, batch):
-    """Returns to go less the mean of the other episodes' (T, N)."""
+    """Returns to go less the mean of the other episodes' (T, N), 0 in the padding."""
 
     def step(later, reward):
         return_to_go = reward + args.gamma * later
         return return_to_go, return_to_go
 
-    rewards = jnp.where(batch.mask, batch.reward, 0.0)
+    rewards = batch.mask * batch.reward
     _, returns = jax.lax.scan(step, jnp.zeros_like(rewards[0]), rewards, reverse=True)
-    returns -= returns[:, :1]  # so that equal returns give exact zeros
+    returns = returns - returns[:, :1]  # so that equal returns give exact zeros
     num_envs = returns.shape[1]
-    return (returns - returns.mean(axis=1, keepdims=True)) * num_envs / (num_envs - 1)
+    others = (returns.sum(axis=1, keepdims=True) - returns) / (num_envs - 1)
+    return batch.mask * (returns - others)
 
 
 def loss(params, batch, advantage):
     """Its gradient is the negative of the policy gradient."""
-    weight = batch.mask * advantage  # (T, N)
-    return -jnp.mean(jnp.sum(weight * log_prob(params, batch.obs, batch.action), axis=0))
+    return -jnp.mean(jnp.sum(advantage * log_prob(params, batch.obs, batch.action), axis=0))
 
 
 def train_step(args, state, _):

@@ -112,7 +112,7 @@ def test_ctrl_c_ends_with_a_report(tmp_path):
         process.kill()
     assert (process.returncode, stderr) == (130, "")
     *progress, last = [first, *stdout.splitlines()]
-    assert last.startswith("learning rate 0.04: greedy return")
+    assert re.match("learning rate .*: greedy return", last)
     saved = dict(np.load(tmp_path / "run.npz"))
     assert len(saved["returns"]) == len(saved["timesteps"]) == len(progress)
     assert saved["weights"].any() and saved["greedy_return"].shape == (1, 3)

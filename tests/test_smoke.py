@@ -31,7 +31,7 @@ RETURNS = LEARNED | {"returns": (3, 4), "greedy_return": (4, 5)}
 WEIGHTS = RETURNS | {"centers": (4, 50, 4), "weights": (4, 50, 2)}
 NETWORK = {"w0": (4, 4, 3), "b0": (4, 3), "w1": (4, 3, 2), "b1": (4, 2), "timesteps": (3, 4)}
 STEPS = {"obs": (300, 8, 2), "final_observation": (300, 8, 2)}
-STEPS |= dict.fromkeys(["action", "reward", "terminated", "truncated"], (300, 8))
+STEPS |= dict.fromkeys(["action", "terminated", "truncated"], (300, 8))
 TABLE = {"q_table": (4, 3, 4, 4), "steps_per_episode": (3, 4), "greedy_steps": (4,)}
 SAVED = {
     "parallel_td.py": WEIGHTS,
