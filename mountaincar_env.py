@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import queue
 import signal
 import sys
 import time
@@ -227,13 +228,9 @@ def main(argv=None):
     state = jax.tree.map(np.array, state)  # not an array of this process alone
     chunk = jax.jit(sharded).lower(0, state).compile()
     print(f"compiled in {time.perf_counter() - began:.1f} s")
-    interrupts = []
 
-    def interrupt(signum, frame):  # Ctrl-C lets the chunk under way end, a second one does not
-        interrupts.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, interrupt)
+    interrupts = queue.SimpleQueue()
+    signal.signal(signal.SIGINT, interrupts.put)  # Ctrl-C lets the chunk under way end
     began = time.perf_counter()
     kept = []
     for i in range(args.num_chunks):
@@ -246,14 +243,14 @@ def main(argv=None):
             f"step {timesteps:,}  episodes {episodes:,}  at the goal {goal_share:.1%}"
             f"  return {mean_return:.1f}  {speed:.0f} M steps/s"
         )
-        if interrupts:
+        if not interrupts.empty():
             break
     if args.save and jax.process_index() == 0:
         trajectory = {name: np.concatenate([part[name] for part in kept]) for name in kept[0]}
         np.savez(args.save, args=json.dumps(vars(args)), **trajectory)  # (T, N, ...)
     if args.plot and jax.process_index() == 0:
         plot(args.plot, args)
-    return 130 if interrupts else 0
+    return 0 if interrupts.empty() else 130
 
 
 if __name__ == "__main__":

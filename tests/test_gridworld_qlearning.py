@@ -1,5 +1,7 @@
 """gridworld_qlearning.py against value iteration in NumPy and moves worked out by hand."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +28,11 @@ def value_iteration(rows, columns, gamma):
 
 def train(args, num_devices, seed):
     """The state of runs with these seeds after their first chunk."""
+    num_devices = min(num_devices, jax.device_count())
     learning_rate = np.full(len(seed), args.learning_rate[0])
-    state = grid.over_runs(lambda *run: grid.init_state(args, *run), num_devices)(
-        np.asarray(seed), learning_rate
-    )
-    return grid.over_runs(lambda state: grid.train_chunk(args, state), num_devices)(state)[0]
+    init = grid.over_runs(partial(grid.init_state, args), num_devices)
+    chunk = grid.over_runs(partial(grid.train_chunk, args), num_devices)
+    return chunk(init(np.array(seed), learning_rate))[0]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_default_run_is_exact_at_the_start_for_every_seed():
     exact = value_iteration(8, 12, 0.9)[7, 11].max()
     np.testing.assert_allclose(exact, 0.9**17)
     np.testing.assert_allclose(state.q_table[:, -1].max(axis=1), exact, atol=1e-5)
-    assert np.all(jax.vmap(lambda run: grid.evaluate(args, run))(state) == 18)
+    assert np.all(jax.vmap(partial(grid.evaluate, args))(state) == 18)
 
 
 def test_a_run_is_the_same_alone_among_others_and_again():

@@ -96,8 +96,7 @@ def test_cosine_within_float32():
     """Measured: 2.1e-7 where 3 position may lie, 5.4e-7 to 20; with a term less 5.5e-6."""
     for end, tolerance in [(3.6, 3e-7), (20, 7e-7)]:
         x = np.linspace(-end, end, 100_001, dtype=np.float32)
-        exact = np.cos(np.float64(x))
-        np.testing.assert_allclose(jax.jit(car.cosine)(x), exact, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(car.cosine(x), np.cos(np.float64(x)), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("time", [0, 199])
@@ -125,8 +124,7 @@ def test_stands_for_what_gymnax_makes(time):
         np.testing.assert_array_equal(mine, other)
     reached = ours[5]["final_observation"]
     np.testing.assert_allclose(reached, their[5]["final_observation"], rtol=0, atol=1.5e-7)
-    # after an end what `reset` gives, of the same key
-    np.testing.assert_array_equal(ours[0], obs if time else reached)
+    np.testing.assert_array_equal(ours[0], obs if time else reached)  # `reset`'s, of that key
     np.testing.assert_array_equal(ours[1].time, 0 if time else 1)
 
 
