@@ -7,7 +7,7 @@
 """Q-learning with decaying exploration on CartPole-v1: replay_td.py, but epsilon falls.
 
     epsilon = max(end_e, start_e epsilon_decay^t)    in vector step t = 0, 1, ...
-    Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s - c_i|^2 / (2 sigma^2)),    random centers c_i
+    Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / OBS_SCALE - c_i|^2 / (2 sigma^2)),    random c_i
     target  = r + gamma max_a' Q'(s', a'),    or r if s' is terminal
 
 A ring keeps the last C transitions. After each vector step B of them are drawn (Lin 1992) for one
@@ -91,10 +91,10 @@ def parse_args(argv=None):
     add("--learning-rate", type=share, default=[0.02], nargs="+", help="at first; runs with each")
     add("--gamma", type=share, default=0.99, help="discount factor")
     add("--start-e", type=share, default=1.0, help="probability of a random action, at first")
-    add("--end-e", type=share, default=0.01, help="at least")
+    add("--end-e", type=share, default=0.01, help="probability of a random action, at last")
     add("--epsilon-decay", type=share, default=0.999, help="factor per vector step")
     add("--num-centers", type=count, default=500, help="radial basis features")
-    add("--sigma", type=number(float, 1e-3, 1e3), default=0.5, help="their width")
+    add("--sigma", type=number(float, 1e-3, 1e3), default=0.5, help="width of the features")
     add("--eval-episodes", type=count, default=100, help="greedy episodes at the end")
     add("--log-interval", type=count, default=20_000, help="environment steps per progress line")
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
@@ -106,9 +106,10 @@ def parse_args(argv=None):
     for path in [args.save, args.plot]:
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             parser.error(f"no such folder: {path}")
-    args.log_updates = math.ceil(min(args.log_interval, args.total_timesteps) / args.num_envs)
-    num_lines = math.ceil(args.total_timesteps / (args.log_updates * args.num_envs))
-    args.total_updates = num_lines * args.log_updates  # a whole number of progress lines
+    updates = math.ceil(args.total_timesteps / args.num_envs)
+    num_lines = min(updates, math.ceil(args.total_timesteps / args.log_interval))
+    args.log_updates = math.ceil(updates / num_lines)
+    args.total_updates = num_lines * args.log_updates
     return args
 
 
@@ -184,7 +185,7 @@ def epsilon(args, vector_steps):
 
 
 def vector_step(args, state, random):
-    """One epsilon-greedy step of N environments; returns (N,) of episodes that ended, else NaN."""
+    """Step N environments epsilon-greedily; the return where an episode ended, else NaN (N,)."""
     keys, uniform, random_action = random  # (N,)
     greedy = jnp.argmax(q_values(args, state.weights, state.centers, state.obs), axis=0)
     explore = uniform < epsilon(args, state.vector_steps)
@@ -208,12 +209,12 @@ def td_loss(weights, target_weights, centers, batch, args):
 
 def train_step(args, state, random):
     """Write the transitions of a vector step into the ring, learn from a batch drawn from it."""
-    uniform, *step_random = random  # (B,), (N,)
+    batch_uniform, *step_random = random  # (B,); (N,) each
     state, (transitions, returns) = vector_step(args, state, step_random)
     slots = (state.written + jnp.arange(args.num_envs)) % args.buffer_size
     buffer = jax.tree.map(lambda ring, new: ring.at[slots].set(new), state.buffer, transitions)
     written = state.written + args.num_envs
-    drawn = (uniform * jnp.minimum(written, args.buffer_size)).astype(int)  # (B,)
+    drawn = (batch_uniform * jnp.minimum(written, args.buffer_size)).astype(int)  # (B,)
     batch = jax.tree.map(lambda ring: ring[drawn], buffer)
     grad = jax.grad(td_loss)(state.weights, state.target_weights, state.centers, batch, args)
     grad = grad * (written >= args.learning_starts)
@@ -271,6 +272,7 @@ def plot(path, learning_rate, timesteps, returns):
     """Draw returns (K, R) against timesteps (K,): mean and range over the runs of each rate."""
     import matplotlib.pyplot as plt
 
+    plt.figure()
     for rate in np.unique(learning_rate):
         runs = returns[:, learning_rate == rate]
         plt.plot(timesteps, runs.mean(axis=1), label=f"learning rate {rate:g}")
@@ -312,7 +314,7 @@ def main(argv=None):
         train_seconds = time.perf_counter() - began
         speed = timesteps[-1] * len(seed) / train_seconds
         print(f"step {timesteps[-1]:,}  return {returns[-1].mean():.1f}  {speed:,.0f} steps/s")
-        if not interrupts.empty():
+        if process_allgather(not interrupts.empty()).any():  # in any process
             break
 
     greedy_return = over_runs(partial(evaluate, args), num_devices)(state)  # (R, E)

@@ -70,9 +70,8 @@ def number(kind, low, high):
 
 def parse_args(argv=None):
     """Read and check the command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
     add = parser.add_argument
     count = number(int, 1, 1e6)
     share = number(float, 0, 1)
@@ -125,8 +124,9 @@ def init_state(args, seed, learning_rate):
 def select_action(values, word, epsilon):
     """Epsilon-greedy among values (A,), ties broken at random, by one random 32-bit word.
 
-    Its size tells whether to explore, its remainder which of the 24 orders of actions decides:
-    among N words in a row each order is equally likely up to 24 / N, and N is epsilon 2^32.
+    Its size decides whether to explore, its remainder picks one of the 24 rankings of the actions:
+    the candidate that ranks highest is taken. The rankings are equally likely up to a share of
+    24 / (epsilon 2^32).
     """
     candidates = (word / 2.0**32 < epsilon) | (values == jnp.max(values))  # (A,)
     order = jnp.asarray(ORDERS)[word % len(ORDERS)]  # (A,)
@@ -191,6 +191,7 @@ def plot(path, q_table):
     """Draw values and greedy actions of a table (H, W, A)."""
     import matplotlib.pyplot as plt
 
+    plt.figure()
     values = q_table.max(axis=-1)
     row, column = np.nonzero(values)
     down, to_right = MOVES[q_table.argmax(axis=-1)[row, column]].T
@@ -232,7 +233,7 @@ def main(argv=None):
         speed = timesteps[-1] * len(seed) / train_seconds
         mean = steps_per_episode[-1].mean()
         print(f"step {timesteps[-1]:,}  steps per episode {mean:.1f}  {speed:,.0f} steps/s")
-        if not interrupts.empty():
+        if process_allgather(not interrupts.empty()).any():  # in any process
             break
 
     greedy_steps = over_runs(partial(evaluate, args), num_devices)(state)  # (R,)

@@ -10,7 +10,7 @@ A car too weak for the hill must swing back first (Moore 1990; Sutton & Barto 20
 Action a is 0 (push left), 1 (not at all) or 2 (right), every reward -1 until the goal is reached:
 
     velocity <- clip(velocity + (a - 1) force - gravity cos(3 position))
-    position <- clip(position + velocity)
+    position <- clip(position + velocity),    and at the left wall the velocity becomes 0
 
     python mountaincar_env.py                                     # 10^9 random steps
     python mountaincar_env.py --policy rocking --plot cars.png    # a policy that gets there
@@ -66,9 +66,8 @@ def number(kind, low, high):
 
 def parse_args(argv=None):
     """Read and check the command line."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
     add = parser.add_argument
     add("--seed", type=number(int, 0, 2e9), default=0, help="everything random derives from it")
     add("--total-timesteps", type=number(int, 1, 1e12), default=10**9, help="of all environments")
@@ -114,7 +113,7 @@ class EnvState(NamedTuple):
 
 
 def cosine(x):
-    """Taylor's series: XLA's own cosine is not vectorised on a CPU (the rollout is 4x slower)."""
+    """cos(x) by Taylor's series: XLA's own is not vectorised on a CPU (a rollout is 4x slower)."""
     half = x / 2 - jnp.pi * jnp.round(x / (2 * jnp.pi))  # in [-pi / 2, pi / 2]
     series = [(-1) ** k / math.factorial(2 * k) for k in range(5, -1, -1)]  # enough in float32
     return 2 * jnp.polyval(np.array(series, x.dtype), half**2) ** 2 - 1  # by cos(half)
@@ -153,8 +152,10 @@ class MountainCar(mountain_car.MountainCar):
         return jnp.stack(state[:2], axis=-1), state
 
     @partial(jax.jit, static_argnames="self")
-    def step(self, key, state, action, params=default_params):
+    def step(self, key, state, action, params=None):
         """Observation, state, reward, terminated, truncated, info; resets where an episode ends."""
+        if params is None:
+            params = self.default_params
         return advance(state, action, begin(jax.random.uniform(key)), params)
 
 
@@ -173,7 +174,7 @@ def vector_step(args, carry, random):
     return (next_state, totals), {"obs": obs, "action": action, **info}
 
 
-def rollout(args, chunk, state):
+def rollout(args, chunk_index, state):
     """All steps up to the next progress line; on all devices, what came of the episodes."""
     num_envs = len(state.position)
 
@@ -181,10 +182,10 @@ def rollout(args, chunk, state):
         words = jax.random.bits(key, (BLOCK // 2, num_envs))  # two steps' each: 1.3x faster
         random = jnp.concatenate([words >> 16, words & 0xFFFF])  # (BLOCK, n)
         carry, transitions = jax.lax.scan(partial(vector_step, args), carry, random)
-        return carry, transitions if args.save else None
+        return carry, (transitions if args.save else None)
 
     key = jax.random.key(args.seed, impl="rbg")  # faster in bulk than threefry
-    key = jax.random.fold_in(jax.random.fold_in(key, chunk), jax.lax.axis_index("envs"))
+    key = jax.random.fold_in(jax.random.fold_in(key, chunk_index), jax.lax.axis_index("envs"))
     carry = state, jnp.zeros((3, num_envs), jnp.int32)  # 1e9 steps, all that a chunk has, fit
     (state, totals), kept = jax.lax.scan(block, carry, jax.random.split(key, args.chunk_blocks))
     episodes, goals, steps = jax.lax.psum(totals.sum(axis=1), "envs")
@@ -196,7 +197,8 @@ def plot(path, args):
     """Draw ten cars for as many steps as an episode may take, velocity against position."""
     import matplotlib.pyplot as plt
 
-    key_begin, key_bits = jax.random.split(jax.random.key(args.seed))
+    plt.figure()
+    key_begin, key_bits = jax.random.split(jax.random.fold_in(jax.random.key(args.seed), 1))
     carry = begin(jax.random.uniform(key_begin, 10)), jnp.zeros((3, 10), jnp.int32)
     random = jax.random.bits(key_bits, (EnvParams().max_steps_in_episode, 10)) >> 16
     _, transitions = jax.lax.scan(partial(vector_step, args), carry, random)
@@ -226,7 +228,7 @@ def main(argv=None):
     )
     state = begin(jax.random.uniform(jax.random.key(args.seed), args.num_envs))
     state = jax.tree.map(np.array, state)  # not an array of this process alone
-    chunk = jax.jit(sharded).lower(0, state).compile()
+    chunk = jax.jit(sharded, donate_argnums=1).lower(0, state).compile()
     print(f"compiled in {time.perf_counter() - began:.1f} s")
 
     interrupts = queue.SimpleQueue()
@@ -243,7 +245,7 @@ def main(argv=None):
             f"step {timesteps:,}  episodes {episodes:,}  at the goal {goal_share:.1%}"
             f"  return {mean_return:.1f}  {speed:.0f} M steps/s"
         )
-        if not interrupts.empty():
+        if process_allgather(not interrupts.empty()).any():  # in any process
             break
     if args.save and jax.process_index() == 0:
         trajectory = {name: np.concatenate([part[name] for part in kept]) for name in kept[0]}

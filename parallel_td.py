@@ -6,7 +6,7 @@
 # ///
 """Parallel Q-learning on CartPole-v1: N environments step in lockstep, one linear learner.
 
-    Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s - c_i|^2 / (2 sigma^2)),    random centers c_i
+    Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / OBS_SCALE - c_i|^2 / (2 sigma^2)),    random c_i
     target  = r + gamma max_a' Q(s', a'),    or r if s' is terminal
 
 Each batch of B transitions makes one Adam step on the mean squared TD error. No gradient flows
@@ -85,7 +85,7 @@ def parse_args(argv=None):
     add("--gamma", type=share, default=0.99, help="discount factor")
     add("--epsilon", type=share, default=0.1, help="probability of a random action")
     add("--num-centers", type=count, default=500, help="radial basis features")
-    add("--sigma", type=number(float, 1e-3, 1e3), default=0.5, help="their width")
+    add("--sigma", type=number(float, 1e-3, 1e3), default=0.5, help="width of the features")
     add("--eval-episodes", type=count, default=100, help="greedy episodes at the end")
     add("--log-interval", type=count, default=20_000, help="environment steps per progress line")
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
@@ -97,9 +97,10 @@ def parse_args(argv=None):
     for path in [args.save, args.plot]:
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             parser.error(f"no such folder: {path}")
-    args.log_updates = math.ceil(min(args.log_interval, args.total_timesteps) / args.batch_size)
-    num_lines = math.ceil(args.total_timesteps / (args.log_updates * args.batch_size))
-    args.total_updates = num_lines * args.log_updates  # a whole number of progress lines
+    updates = math.ceil(args.total_timesteps / args.batch_size)
+    num_lines = min(updates, math.ceil(args.total_timesteps / args.log_interval))
+    args.log_updates = math.ceil(updates / num_lines)
+    args.total_updates = num_lines * args.log_updates
     return args
 
 
@@ -160,7 +161,7 @@ def q_values(args, weights, centers, obs):
 
 
 def vector_step(args, state, random):
-    """One epsilon-greedy step of N environments; returns (N,) of episodes that ended, else NaN."""
+    """Step N environments epsilon-greedily; the return where an episode ended, else NaN (N,)."""
     keys, uniform, random_action = random  # (N,)
     greedy = jnp.argmax(q_values(args, state.weights, state.centers, state.obs), axis=0)
     action = jnp.where(uniform < args.epsilon, random_action, greedy)
@@ -231,6 +232,7 @@ def plot(path, learning_rate, timesteps, returns):
     """Draw returns (K, R) against timesteps (K,): mean and range over the runs of each rate."""
     import matplotlib.pyplot as plt
 
+    plt.figure()
     for rate in np.unique(learning_rate):
         runs = returns[:, learning_rate == rate]
         plt.plot(timesteps, runs.mean(axis=1), label=f"learning rate {rate:g}")
@@ -272,7 +274,7 @@ def main(argv=None):
         train_seconds = time.perf_counter() - began
         speed = timesteps[-1] * len(seed) / train_seconds
         print(f"step {timesteps[-1]:,}  return {returns[-1].mean():.1f}  {speed:,.0f} steps/s")
-        if not interrupts.empty():
+        if process_allgather(not interrupts.empty()).any():  # in any process
             break
 
     greedy_return = over_runs(partial(evaluate, args), num_devices)(state)  # (R, E)

@@ -10,17 +10,16 @@ Each iteration plays N episodes with the policy pi as it is, then makes one Adam
 
     1/N sum_i sum_t mask_ti (G_ti - b_ti) grad log pi(A_ti | S_ti),    G_ti = R_ti + gamma G_t+1,i
 
-(Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
-and 0 in the padding behind it. The baseline b_ti is the mean of the other episodes' returns to go,
-0 for those that have ended: it knows nothing of episode i, so the gradient is unbiased. It is that
-of a finite horizon: an episode ends at its time limit, without a bootstrap. As is common, the
-factor gamma^t of the discounted objective is left out.
+(Williams 1992; Sutton & Barto 2018, section 13.4; the factor gamma^t is left out, as is common).
+The mask is 1 up to the last step of episode i, 0 in the padding behind it. The baseline b_ti is the
+mean of the other episodes' returns to go, 0 for those that have ended, so the gradient is unbiased:
+that of a finite horizon, since an episode ends at its time limit, without a bootstrap.
+(--sync truncation ends all episodes with the first: biased.)
 
     python reinforce_parallel.py                                    # CartPole-v1
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --gif pendulum.gif
 
-Shapes: R runs, T steps (the time limit), N environments, D observation, H hidden units,
-A actions (or their dimensions, where they are continuous).
+Shapes: R runs, T steps, N environments, D observation, H hidden units, A actions or dimensions.
 """
 
 import argparse
@@ -85,7 +84,10 @@ def parse_args(argv=None):
     add("--gamma", type=share, default=0.99, help="discount factor")
     add("--hidden-size", type=count, default=64, help="tanh units of the policy network")
     add(
-        "--sync", choices=["padding", "truncation"], default="padding", help="end with all or first"
+        "--sync",
+        choices=["padding", "truncation"],
+        default="padding",
+        help="play on, or end with first",
     )
     add("--eval-episodes", type=count, default=100, help="greedy episodes at the end")
     add("--log-interval", type=count, default=5, help="iterations per progress line")
@@ -99,9 +101,9 @@ def parse_args(argv=None):
     for path in [args.save, args.plot, args.gif]:
         if path and not os.path.isdir(os.path.dirname(path) or "."):
             parser.error(f"no such folder: {path}")
-    args.log_updates = min(args.log_interval, args.num_iterations)
-    num_lines = math.ceil(args.num_iterations / args.log_updates)
-    args.total_updates = num_lines * args.log_updates  # a whole number of progress lines
+    num_lines = math.ceil(args.num_iterations / args.log_interval)
+    args.log_updates = math.ceil(args.num_iterations / num_lines)
+    args.total_updates = num_lines * args.log_updates
     return args
 
 
@@ -211,8 +213,7 @@ def advantages(args, batch):
     rewards = batch.mask * batch.reward
     _, returns = jax.lax.scan(step, jnp.zeros_like(rewards[0]), rewards, reverse=True)
     returns = returns - returns[:, :1]  # so that equal returns give exact zeros
-    num_envs = returns.shape[1]
-    others = (returns.sum(axis=1, keepdims=True) - returns) / (num_envs - 1)
+    others = (returns.sum(axis=1, keepdims=True) - returns) / (returns.shape[1] - 1)
     return batch.mask * (returns - others)
 
 
@@ -261,6 +262,7 @@ def plot(path, learning_rate, timesteps, returns):
     """Draw returns (K, R) against timesteps (K,): mean and range over the runs of each rate."""
     import matplotlib.pyplot as plt
 
+    plt.figure()
     for rate in np.unique(learning_rate):
         runs = returns[:, learning_rate == rate]
         plt.plot(timesteps, runs.mean(axis=1), label=f"learning rate {rate:g}")
@@ -276,7 +278,8 @@ def film(path, args, params):
     os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")
     from gymnax.visualize import Visualizer
 
-    batch, states = play(args, params, jax.random.key(args.seed), num_envs=1, noise_scale=0.0)
+    key = jax.random.fold_in(jax.random.key(args.seed), 1)
+    batch, states = play(args, params, key, num_envs=1, noise_scale=0.0)
     steps = range(min(200, np.sum(batch.mask)))
     frames = [jax.tree.map(lambda array, t=t: array[t, 0], states) for t in steps]
     Visualizer(*make(args.env_id), frames, np.cumsum(batch.reward)).animate(path)
@@ -315,7 +318,7 @@ def main(argv=None):
         train_seconds = time.perf_counter() - began
         speed = np.sum(steps) / train_seconds
         print(f"iteration {iteration:,}  return {mean_return.mean():.1f}  {speed:,.0f} steps/s")
-        if not interrupts.empty():
+        if process_allgather(not interrupts.empty()).any():  # in any process
             break
 
     timesteps = np.cumsum(steps, axis=0)

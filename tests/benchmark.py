@@ -61,7 +61,7 @@ ABLATIONS = [
     ("reinforce_parallel.py", 'default="padding"', 'default="truncation"'),
     (
         "reinforce_parallel.py",
-        "    others = (returns.sum(axis=1, keepdims=True) - returns) / (num_envs - 1)",
+        "    others = (returns.sum(axis=1, keepdims=True) - returns) / (returns.shape[1] - 1)",
         "    others = (batch.mask * returns).sum(axis=1, keepdims=True)"
         " / jnp.maximum(batch.mask.sum(axis=1, keepdims=True), 1)",
     ),
