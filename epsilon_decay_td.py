@@ -87,8 +87,8 @@ def parse_args(argv=None):
     add("--buffer-size", type=count, default=100_000, help="transitions that are kept")
     add("--learning-starts", type=count, default=1_000, help="transitions before the first update")
     add("--batch-size", type=count, default=32, help="transitions per update")
-    add("--tau", type=share, default=0.01, help="step of the averaged weights in the target")
-    add("--learning-rate", type=share, default=[0.02], nargs="+", help="at first; runs with each")
+    add("--tau", type=share, default=0.005, help="step of the averaged weights in the target")
+    add("--learning-rate", type=share, default=[0.01], nargs="+", help="at first; runs with each")
     add("--gamma", type=share, default=0.99, help="discount factor")
     add("--start-e", type=share, default=1.0, help="probability of a random action, at first")
     add("--end-e", type=share, default=0.01, help="probability of a random action, at last")
@@ -217,9 +217,11 @@ def train_step(args, state, random):
     drawn = (batch_uniform * jnp.minimum(written, args.buffer_size)).astype(int)  # (B,)
     batch = jax.tree.map(lambda ring: ring[drawn], buffer)
     grad = jax.grad(td_loss)(state.weights, state.target_weights, state.centers, batch, args)
-    grad = grad * (written >= args.learning_starts)
     updates, opt_state = optimizer(args, state.learning_rate).update(grad, state.opt_state)
     weights = optax.apply_updates(state.weights, updates)
+    learned = partial(jnp.where, written >= args.learning_starts)
+    weights = learned(weights, state.weights)
+    opt_state = jax.tree.map(learned, opt_state, state.opt_state)
     state = state._replace(
         weights=weights,
         target_weights=optax.incremental_update(weights, state.target_weights, args.tau),

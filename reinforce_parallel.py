@@ -238,9 +238,8 @@ def train_step(args, state, _):
 
 def train_chunk(args, state):
     """All updates up to the next progress line; their mean return and number of real steps."""
-    step = partial(train_step, args)
-    state, (returns, steps) = jax.lax.scan(step, state, length=args.log_updates)
-    return state, (jnp.mean(returns), jnp.sum(steps))
+    state, report = jax.lax.scan(partial(train_step, args), state, length=args.log_updates)
+    return state, (jnp.mean(report[0]), jnp.sum(report[1]))
 
 
 def evaluate(args, state):

@@ -20,7 +20,7 @@ FLAGS = {
     "replay_td.py": TD + " --buffer-size 64 --learning-starts 32",
     "epsilon_decay_td.py": TD + " --buffer-size 64 --learning-starts 32",
     "gridworld_qlearning.py": "--num-seeds 2 --learning-rate 0.1 0.2 --total-timesteps 3000"
-    " --log-interval 1000 --grid-size 3 4 --start 2 3",
+    " --log-interval 1000 --grid-size 3 4",
     "mountaincar_env.py": "--num-envs 8 --total-timesteps 2400 --log-interval 800",
     "reinforce_parallel.py": "--num-seeds 2 --learning-rate 0.01 0.02 --num-iterations 3"
     " --log-interval 1 --hidden-size 3 --eval-episodes 5 --gif film.gif",
