@@ -35,13 +35,14 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-# jax reads these when it is imported: each core is a device; vectors are as wide as they can be;
-# a lower level of optimisation and the older code generator compile in a third of the time.
+# jax reads these when it is imported: each core is a device; the arrays, small here, are not split
+# among threads; vectors are as wide as they can be; a lower level of optimisation and the older
+# code generator compile in a third of the time.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(os.cpu_count()))
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_cpu_prefer_vector_width=512 --xla_backend_optimization_level=1"
-    " --xla_cpu_use_fusion_emitters=false",
+    "--xla_disable_hlo_passes=cpu-parallel-task-assigner --xla_cpu_prefer_vector_width=512"
+    " --xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false",
 )
 import jax
 
