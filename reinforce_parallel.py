@@ -187,7 +187,7 @@ def vector_step(args, params, carry, random):
         keys, env_state, to_bounds(env.action_space(env_params), action)
     )
     carry = next_obs, next_state, mask & ~(terminated | truncated)
-    return carry, (Batch(obs, action, reward, mask), env_state)
+    return carry, (Batch(obs, action, reward.astype(float), mask), env_state)
 
 
 def play(args, params, key, num_envs, noise_scale):
