@@ -11,8 +11,8 @@
 
 A ring keeps the last C transitions. After each vector step B of them are drawn (Lin 1992) for one
 Adam step on the mean squared TD error: neighbours in time are alike, those drawn are not. Q' has
-the running average of the weights, w' <- w' + tau (w - w'), so that the target moves slowly
-(Lillicrap et al. 2016, section 3). No gradient flows
+the running average of the weights, w' <- w' + tau (w - w') (Lillicrap et al. 2016, section 3), so
+that the target does not run after every single update of the weights. No gradient flows
 through the target (semi-gradient Q-learning; Sutton & Barto 2018, section 11.1), and only a
 terminal state cuts the bootstrap, not a time limit (Pardo et al. 2018). The learning rate falls
 to 0 over the run, so that learning settles and the last weights are the result.
