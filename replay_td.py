@@ -4,48 +4,44 @@
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
 # ///
-"""Replay Q-learning on CartPole-v1: parallel_td.py, but each update learns from the past.
+"""Q-learning with a replay buffer: parallel_td.py, but each update learns from the past.
 
-    Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / OBS_SCALE - c_i|^2 / (2 sigma^2)),    random c_i
+    Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / scale - c_i|^2 / (2 sigma^2))
     target  = r + gamma max_a' Q'(s', a'),    or r if s' is terminal
 
-A ring keeps the last C transitions. After each vector step B of them are drawn (Lin 1992) for one
-Adam step on the mean squared TD error: neighbours in time are alike, those drawn are not. Q' has
-the running average of the weights, w' <- w' + tau (w - w') (Lillicrap et al. 2016, section 3), so
-that the target does not run after every single update of the weights. No gradient flows
-through the target (semi-gradient Q-learning; Sutton & Barto 2018, section 11.1), and only a
-terminal state cuts the bootstrap, not a time limit (Pardo et al. 2018). The learning rate falls
-to 0 over the run, so that learning settles and the last weights are the result.
+The features phi are radial basis functions with random centers c_i (Sutton & Barto 2018, section
+9.5.5). A ring buffer keeps the last C transitions. After each vector step, B of them are drawn at
+random (Lin 1992) for one Adam step on the mean squared TD error, so that a batch does not consist
+of neighbors in time. The target Q' uses a running average of the weights, w' <- w' + tau (w - w')
+(Lillicrap et al. 2016, section 3), so that it does not follow every single update. No gradient
+flows through the target: this is semi-gradient Q-learning (section 11.1). A terminal state cuts
+the bootstrap, a time limit does not (Pardo et al. 2018). The learning rate falls linearly to 0,
+so that the weights settle; the last weights are the result.
 
     python replay_td.py                                    # one run
     python replay_td.py --num-seeds 20 --plot curve.png    # twenty, in one compiled program
 
-Shapes: R runs, U updates, C ring, N environments, B transitions, F features, A actions.
+Shapes: R runs, K progress lines, U updates, C transitions in the ring, N environments,
+B transitions in a batch, E evaluation episodes, D observation dimensions, F features,
+A actions.
 """
 
 import argparse
 import json
 import math
 import os
-import queue
 import signal
 import sys
 import time
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
-# jax reads these when it is imported: each core is a device; the arrays, small here, are not split
-# among threads; vectors are as wide as they can be; a lower level of optimisation and the older
-# code generator compile in a third of the time.
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(os.cpu_count()))
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_disable_hlo_passes=cpu-parallel-task-assigner --xla_cpu_prefer_vector_width=512"
-    " --xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false",
-)
+# jax reads this when it is imported: each CPU core that this process may use becomes a device.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 import jax
 
-if "--distributed" in sys.argv:  # before gymnax is imported, since that makes arrays
+if "--distributed" in sys.argv:  # before gymnax is imported, because gymnax creates arrays
     jax.distributed.initialize()
 
 import gymnax
@@ -54,14 +50,25 @@ import numpy as np
 import optax
 from jax.experimental.multihost_utils import process_allgather
 
-ENV, ENV_PARAMS = gymnax.make("CartPole-v1")
-env_reset = jax.vmap(ENV.reset)  # of keys (N,)
-env_step = jax.vmap(ENV.step)  # of keys, states, actions (N,)
-OBS_SCALE = np.array([2.4, 3.0, 0.2, 3.0], np.float32)  # m, m/s, rad, rad/s: about the largest
+# What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
+OBS_SCALE = {
+    "CartPole-v1": [2.4, 3.0, 0.2, 3.0],  # m, m/s, rad, rad/s: the limits, and usual speeds
+    "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: half the top speeds
+    "MountainCar-v0": [1.2, 0.07],  # length: the left wall; length/step: the top speed
+}
+COMPILER_OPTIONS = {
+    "xla_backend_optimization_level": 1,  # compiles in two thirds of the time, runs as fast
+    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.5 times as fast
+    # Do not split small arrays among threads, nor call jax 0.11's slower library for products.
+    "xla_disable_hlo_passes": "cpu-parallel-task-assigner,dot-library-rewriter",
+}
+
+
+make = cache(gymnax.make)  # returns an environment and its parameters; to change them, wrap it
 
 
 def number(kind, low, high):
-    """An argparse type: an int or a float in [low, high]; an int may be written 2e6."""
+    """Make an argparse type: an int or a float in [low, high]. An int may be written 2e6."""
 
     def parse(text):
         value = float(text)
@@ -73,181 +80,223 @@ def number(kind, low, high):
     return parse
 
 
+def output_file(path):
+    """Check an argparse value: a file that can be written. Opening it is the only sure test."""
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {path!r}: {error.strerror}") from error
+    return path
+
+
 def parse_args(argv=None):
     """Read and check the command line."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     add = parser.add_argument
     count = number(int, 1, 1e6)
-    share = number(float, 0, 1)
-    add("--seed", type=number(int, 0, 2e9), default=0, help="of the first run; run i has seed + i")
-    add("--num-seeds", type=count, default=1, help="runs in one program, on all cores or devices")
-    add("--total-timesteps", type=number(int, 1, 1e9), default=500_000, help="steps of a run")
-    add("--num-envs", type=count, default=16, help="environments in lockstep")
-    add("--buffer-size", type=count, default=100_000, help="transitions that are kept")
+    steps = number(int, 1, 1e9)
+    unit = number(float, 0, 1)
+    add("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
+    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
+    add("--num-seeds", type=count, default=1, help="number of runs, spread over all devices")
+    add("--total-timesteps", type=steps, default=500_000, help="environment steps per run")
+    add("--num-envs", type=count, default=16, help="environments stepped in lockstep")
+    add("--buffer-size", type=count, default=100_000, help="transitions kept")
     add("--learning-starts", type=count, default=1_000, help="transitions before the first update")
     add("--batch-size", type=count, default=32, help="transitions per update")
-    add("--tau", type=share, default=0.005, help="step of the averaged weights in the target")
-    add("--learning-rate", type=share, default=[0.01], nargs="+", help="at first; runs with each")
-    add("--gamma", type=share, default=0.99, help="discount factor")
-    add("--epsilon", type=share, default=0.1, help="probability of a random action")
-    add("--num-centers", type=count, default=500, help="radial basis features")
+    add("--tau", type=unit, default=0.01, help="step of the running average of the weights")
+    add(
+        "--learning-rate",
+        type=unit,
+        default=[0.01],
+        nargs="+",
+        help="initial value; several: sweep",
+    )
+    add("--gamma", type=unit, default=0.99, help="discount factor")
+    add("--epsilon", type=unit, default=0.1, help="probability of a random action")
+    add("--num-centers", type=count, default=500, help="number of radial basis features")
     add("--sigma", type=number(float, 1e-3, 1e3), default=0.5, help="width of the features")
-    add("--eval-episodes", type=count, default=100, help="greedy episodes at the end")
-    add("--log-interval", type=count, default=20_000, help="environment steps per progress line")
+    add("--eval-episodes", type=count, default=100, help="greedy episodes after training")
+    add("--log-interval", type=steps, default=20_000, help="environment steps per progress line")
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
-    add("--save", metavar="FILE.npz", help="write weights, learning curve and arguments")
-    add("--plot", metavar="FILE.png", help="draw the learning curve")
+    add("--save", type=output_file, metavar="FILE.npz", help="write weights, curves, arguments")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw the learning curve of each run")
     args = parser.parse_args(argv)
     if args.buffer_size < args.num_envs:
         parser.error("--buffer-size must be at least --num-envs")
-    for path in [args.save, args.plot]:
-        if path and not os.path.isdir(os.path.dirname(path) or "."):
-            parser.error(f"no such folder: {path}")
-    updates = math.ceil(args.total_timesteps / args.num_envs)
-    num_lines = min(updates, math.ceil(args.total_timesteps / args.log_interval))
-    args.log_updates = math.ceil(updates / num_lines)
-    args.total_updates = num_lines * args.log_updates
+    args.update_timesteps = args.num_envs
+    args.total_updates = math.ceil(args.total_timesteps / args.update_timesteps)
+    warm_up = math.ceil(args.learning_starts / args.num_envs) - 1  # vector steps without an update
+    args.learning_updates = max(1, args.total_updates - warm_up)
+    args.log_updates = math.ceil(args.log_interval / args.update_timesteps)
     return args
 
 
 class Transition(NamedTuple):
-    """What one environment step leaves to learn from."""
+    """One environment transition."""
 
-    obs: jax.Array  # (4,)
+    obs: jax.Array  # (D,)
     action: jax.Array
     reward: jax.Array
-    next_obs: jax.Array  # (4,) the true successor, also where the episode ended
-    terminated: jax.Array  # false at a time limit
+    next_obs: jax.Array  # (D,) true successor, also where the episode ended
+    terminated: jax.Array  # true in a terminal state, false at a time limit
 
 
 class TrainState(NamedTuple):
     """All that changes during a run."""
 
     key: jax.Array
-    learning_rate: jax.Array  # at first
-    centers: jax.Array  # (F, 4)
-    weights: jax.Array  # (A, F)
-    target_weights: jax.Array  # (A, F) their running average
+    learning_rate: jax.Array  # initial value
+    centers: jax.Array  # (D, F)
+    weights: jax.Array  # (F, A)
+    target_weights: jax.Array  # (F, A) their running average
     opt_state: optax.OptState
     env_state: gymnax.EnvState  # (N,)
-    obs: jax.Array  # (N, 4)
+    obs: jax.Array  # (N, D)
     episode_return: jax.Array  # (N,) so far
+    metrics: jax.Array  # (5,) sums since the last progress line, see train_step
     buffer: Transition  # (C,) a ring
-    written: jax.Array  # transitions so far
+    written: jax.Array  # transitions written so far
 
 
 def optimizer(args, learning_rate):
-    """Adam, its learning rate falling linearly to 0."""
-    return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.total_updates))
+    """Make Adam with a learning rate that falls linearly to 0."""
+    return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.learning_updates))
 
 
 def init_state(args, seed, learning_rate):
-    """The state in which the run with this seed starts."""
+    """Return the state in which the run with this seed starts."""
+    env, env_params = make(args.env_id)
     key, key_reset, key_centers = jax.random.split(jax.random.key(seed), 3)
-    obs, env_state = env_reset(jax.random.split(key_reset, args.num_envs))
-    weights = jnp.zeros((ENV.num_actions, args.num_centers))
-    zeros = jnp.zeros(args.buffer_size)
-    zeros_obs = jnp.zeros((args.buffer_size, 4))
+    keys = jax.random.split(key_reset, args.num_envs)
+    obs, env_state = jax.vmap(env.reset, in_axes=(0, None))(keys, env_params)
+    weights = jnp.zeros((args.num_centers, env.num_actions))
+    shape = (obs.shape[-1], args.num_centers)
+    zeros, zeros_obs = jnp.zeros(args.buffer_size), jnp.zeros((args.buffer_size, shape[0]))
     return TrainState(
         key=key,
         learning_rate=learning_rate,
-        centers=jax.random.uniform(key_centers, (args.num_centers, 4), minval=-1.0, maxval=1.0),
+        centers=jax.random.uniform(key_centers, shape, minval=-1.0, maxval=1.0),
         weights=weights,
         target_weights=weights,
         opt_state=optimizer(args, learning_rate).init(weights),
         env_state=env_state,
         obs=obs,
         episode_return=jnp.zeros(args.num_envs),
+        metrics=jnp.zeros(5),
         buffer=Transition(zeros_obs, zeros.astype(int), zeros, zeros_obs, zeros.astype(bool)),
         written=jnp.array(0),
     )
 
 
-def rbf_features(obs, centers, sigma):
-    """Features (F, B) of observations (B, 4); a third faster than as (B, F)."""
-    difference = centers[:, None, :] - obs / OBS_SCALE  # (F, B, 4)
-    return jnp.exp(-jnp.sum(difference**2, axis=-1) / (2 * sigma**2))
+def rbf_features(args, centers, obs):
+    """Features (B, F) of observations (B, D)."""
+    scaled = obs / np.array(OBS_SCALE[args.env_id], np.float32)
+    difference = scaled.T[:, :, None] - centers[:, None, :]  # (D, B, F)
+    return jnp.exp(-jnp.sum(difference**2, axis=0) / (2 * args.sigma**2))
 
 
 def q_values(args, weights, centers, obs):
-    """Values (A, B) of the actions in observations (B, 4)."""
-    return weights @ rbf_features(obs, centers, args.sigma)
+    """Values (B, A) of all actions in observations (B, D)."""
+    phi = rbf_features(args, centers, obs)
+    # phi @ weights, but one product per action: faster, since XLA is slow with so few columns.
+    per_action = jnp.broadcast_to(phi, (weights.shape[1], *phi.shape))  # (A, B, F)
+    return jax.vmap(jnp.matmul)(per_action, weights.T).T
 
 
-def vector_step(args, state, random):
-    """Step N environments epsilon-greedily; the return where an episode ended, else NaN (N,)."""
-    keys, uniform, random_action = random  # (N,)
-    greedy = jnp.argmax(q_values(args, state.weights, state.centers, state.obs), axis=0)
+def vector_step(args, state, draws):
+    """Step N environments epsilon-greedily; the transitions, and the returns where one ended."""
+    env, env_params = make(args.env_id)
+    keys, uniform, random_action = draws  # (N,)
+    greedy = jnp.argmax(q_values(args, state.weights, state.centers, state.obs), axis=1)
     action = jnp.where(uniform < args.epsilon, random_action, greedy)
-    obs, env_state, reward, terminated, truncated, info = env_step(keys, state.env_state, action)
+    step = jax.vmap(env.step, in_axes=(0, 0, 0, None))
+    obs, env_state, reward, terminated, truncated, info = step(
+        keys, state.env_state, action, env_params
+    )
     transition = Transition(state.obs, action, reward, info["final_observation"], terminated)
     total = state.episode_return + reward
     done = terminated | truncated
     state = state._replace(env_state=env_state, obs=obs, episode_return=jnp.where(done, 0.0, total))
-    return state, (transition, jnp.where(done, total, jnp.nan))
+    return state, (transition, done, done * total)
 
 
-def td_loss(weights, target_weights, centers, batch, args):
-    """Half the mean squared TD error of a batch of transitions (B,)."""
-    next_q = jnp.max(q_values(args, target_weights, centers, batch.next_obs), axis=0)
+def td_loss(args, weights, target_weights, centers, batch):
+    """Half the mean squared TD error of a batch (B,); mean absolute TD error and mean Q-value."""
+    next_q = jnp.max(q_values(args, target_weights, centers, batch.next_obs), axis=1)
     target = jax.lax.stop_gradient(batch.reward + args.gamma * (1 - batch.terminated) * next_q)
-    taken = jax.nn.one_hot(batch.action, ENV.num_actions, axis=0)  # (A, B)
-    q_taken = jnp.sum(taken * q_values(args, weights, centers, batch.obs), axis=0)
-    return 0.5 * jnp.mean((q_taken - target) ** 2)
+    q = q_values(args, weights, centers, batch.obs)
+    q_taken = jnp.sum(q * jax.nn.one_hot(batch.action, q.shape[1]), axis=1)
+    td_error = q_taken - target
+    return jnp.mean(optax.l2_loss(td_error)), (jnp.mean(jnp.abs(td_error)), jnp.mean(q_taken))
 
 
-def train_step(args, state, random):
-    """Write the transitions of a vector step into the ring, learn from a batch drawn from it."""
-    batch_uniform, *step_random = random  # (B,); (N,) each
-    state, (transitions, returns) = vector_step(args, state, step_random)
+def train_step(args, state, draws):
+    """Write the transitions of one vector step into the ring, learn from a batch drawn from it."""
+    batch_uniform, *step_draws = draws  # (B,); (N,) each
+    state, (transitions, done, returns) = vector_step(args, state, step_draws)
     slots = (state.written + jnp.arange(args.num_envs)) % args.buffer_size
     buffer = jax.tree.map(lambda ring, new: ring.at[slots].set(new), state.buffer, transitions)
     written = state.written + args.num_envs
     drawn = (batch_uniform * jnp.minimum(written, args.buffer_size)).astype(int)  # (B,)
     batch = jax.tree.map(lambda ring: ring[drawn], buffer)
-    grad = jax.grad(td_loss)(state.weights, state.target_weights, state.centers, batch, args)
+    gradient = jax.grad(td_loss, argnums=1, has_aux=True)
+    grad, (td_error, q_value) = gradient(
+        args, state.weights, state.target_weights, state.centers, batch
+    )
     updates, opt_state = optimizer(args, state.learning_rate).update(grad, state.opt_state)
     weights = optax.apply_updates(state.weights, updates)
-    learned = partial(jnp.where, written >= args.learning_starts)
-    weights = learned(weights, state.weights)
-    opt_state = jax.tree.map(learned, opt_state, state.opt_state)
-    state = state._replace(
-        weights=weights,
-        target_weights=optax.incremental_update(weights, state.target_weights, args.tau),
-        opt_state=opt_state,
-        buffer=buffer,
-        written=written,
+    # During the warm-up the optimizer waits too. A lax.cond would copy the state under vmap.
+    learns = written >= args.learning_starts
+    weights = jnp.where(learns, weights, state.weights)
+    opt_state = jax.tree.map(partial(jnp.where, learns), opt_state, state.opt_state)
+    target_weights = optax.incremental_update(weights, state.target_weights, args.tau)
+    metrics = jnp.stack(
+        [jnp.sum(done), jnp.sum(returns), learns, td_error * learns, q_value * learns]
     )
-    return state, returns
+    metrics += state.metrics
+    state = state._replace(weights=weights, target_weights=target_weights, opt_state=opt_state)
+    return state._replace(metrics=metrics, buffer=buffer, written=written), None
 
 
-def train_chunk(args, state):
-    """All updates up to the next progress line; mean return of the episodes that ended, or NaN."""
+def train_chunk(args, num_updates, state):
+    """Train up to the next progress line; mean return, absolute TD error and Q-value."""
+    env, _ = make(args.env_id)
     key, key_batch, key_step, key_uniform, key_action = jax.random.split(state.key, 5)
-    shape = (args.log_updates, args.num_envs)  # (U, N)
-    random = (  # for all steps at once: faster than inside the loop
-        jax.random.uniform(key_batch, (args.log_updates, args.batch_size)),
+    shape = (num_updates, args.num_envs)  # (U, N)
+    draws = (  # for all steps at once: a fifth faster than inside the loop
+        jax.random.uniform(key_batch, (num_updates, args.batch_size)),
         jax.random.split(key_step, shape),
         jax.random.uniform(key_uniform, shape),
-        jax.random.randint(key_action, shape, 0, ENV.num_actions),
+        jax.random.randint(key_action, shape, 0, env.num_actions),
     )
-    state, returns = jax.lax.scan(partial(train_step, args), state._replace(key=key), random)
-    return state, jnp.nanmean(returns)
+    state = state._replace(key=key, metrics=jnp.zeros(5))
+    state, _ = jax.lax.scan(partial(train_step, args), state, draws)
+    episodes, returns, updates, td_error, q_value = state.metrics
+    return state, (returns / episodes, td_error / updates, q_value / updates)
 
 
 def evaluate(args, state):
-    """Returns (E,) of the greedy policy in E fresh episodes."""
+    """Undiscounted returns (E,) of the greedy policy in E fresh episodes."""
+    env, env_params = make(args.env_id)
+
+    def step(carry, keys):
+        obs, env_state, alive, total = carry
+        action = jnp.argmax(q_values(args, state.weights, state.centers, obs), axis=1)
+        obs, env_state, reward, terminated, truncated, _ = jax.vmap(
+            env.step, in_axes=(0, 0, 0, None)
+        )(keys, env_state, action, env_params)
+        total += alive * reward  # gymnax starts another episode: it does not count
+        return (obs, env_state, alive & ~(terminated | truncated), total), None
+
     key_reset, key_step = jax.random.split(state.key)
-    obs, env_state = env_reset(jax.random.split(key_reset, args.eval_episodes))
-    total = jnp.zeros(args.eval_episodes)
-    state = state._replace(env_state=env_state, obs=obs, episode_return=total)
-    shape = (ENV_PARAMS.max_steps_in_episode, args.eval_episodes)  # (T, E)
-    uniform = jnp.ones(shape)  # 1 is never below epsilon: no random actions
-    random = (jax.random.split(key_step, shape), uniform, jnp.zeros(shape, int))
-    _, (_, returns) = jax.lax.scan(partial(vector_step, args), state, random)
-    first = jnp.argmax(~jnp.isnan(returns), axis=0)  # when the first episode ended
-    return returns[first, jnp.arange(args.eval_episodes)]
+    keys = jax.random.split(key_reset, args.eval_episodes)
+    obs, env_state = jax.vmap(env.reset, in_axes=(0, None))(keys, env_params)
+    shape = (int(env_params.max_steps_in_episode), args.eval_episodes)  # (T, E)
+    carry = obs, env_state, jnp.ones(shape[1], bool), jnp.zeros(shape[1])
+    (_, _, _, total), _ = jax.lax.scan(step, carry, jax.random.split(key_step, shape))
+    return total
 
 
 def over_runs(function, num_devices, **jit_options):
@@ -255,19 +304,42 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
+    # Runs do not communicate. The check of how values vary over devices rejects gymnax's loops.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
-    return jax.jit(sharded, **jit_options)
+    return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
+
+
+def gather(tree, num_runs):
+    """Copy the arrays of all processes to the host, without the surplus that fills a device."""
+    return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
+
+
+def catch_signals():
+    """Collect Ctrl-C and SIGTERM in a list; the second of them ends the process at once."""
+    caught = []
+
+    def handler(signum, frame):
+        caught.append(signum)
+        for number in signal.SIGINT, signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, handler)
+    return caught
 
 
 def plot(path, learning_rate, timesteps, returns):
-    """Draw returns (K, R) against timesteps (K,): mean and range over the runs of each rate."""
+    """Draw returns (K, R) over timesteps (K, R): each run thin, each rate's median in bold."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
     plt.figure()
-    for rate in np.unique(learning_rate):
-        runs = returns[:, learning_rate == rate]
-        plt.plot(timesteps, runs.mean(axis=1), label=f"learning rate {rate:g}")
-        plt.fill_between(timesteps, runs.min(axis=1), runs.max(axis=1), alpha=0.2)
+    for i, rate in enumerate(np.unique(learning_rate)):
+        x, y = timesteps[:, learning_rate == rate], returns[:, learning_rate == rate]
+        plt.plot(x, y, f"C{i}", linewidth=0.5)
+        x, y = np.median(x, axis=1), jnp.nanmedian(y, axis=1)
+        plt.plot(x, y, f"C{i}", linewidth=2, label=f"median, learning rate {rate:g}")
+    plt.gca().xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
     plt.xlabel("environment steps")
     plt.ylabel("return of training episodes")
     plt.legend()
@@ -275,45 +347,58 @@ def plot(path, learning_rate, timesteps, returns):
 
 
 def main(argv=None):
-    """Train, evaluate, report; the exit code."""
+    """Train, evaluate and report. Returns the exit code."""
     args = parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
         args.save = args.plot = None
     learning_rate = np.repeat(args.learning_rate, args.num_seeds)  # (R,)
     seed = np.tile(args.seed + np.arange(args.num_seeds), len(args.learning_rate))  # (R,)
-    num_devices = math.gcd(jax.device_count(), len(seed))
-    if args.distributed and num_devices < jax.device_count():
-        sys.exit(f"the number of runs must be a multiple of the {jax.device_count()} devices")
-    print(f"CartPole-v1, {len(seed)} runs on {num_devices} x {jax.devices()[0].device_kind}")
+    num_runs = len(seed)
+    per_device = math.ceil(num_runs / jax.device_count())
+    num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
+    filled = num_devices * per_device  # surplus runs fill the last device
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    print(f"{args.env_id}, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
-    state = over_runs(partial(init_state, args), num_devices)(seed, learning_rate)
-    chunk = over_runs(partial(train_chunk, args), num_devices, donate_argnums=0)
-    chunk = chunk.lower(state).compile()
+    init = over_runs(partial(init_state, args), num_devices)
+    state = init(np.resize(seed, filled), np.resize(learning_rate, filled))
+    full, rest = divmod(args.total_updates, args.log_updates)
+    chunks = [args.log_updates] * full + [rest] * (rest > 0)  # updates per progress line
+    programs = {}
+    for updates in set(chunks):
+        chunk = over_runs(partial(train_chunk, args, updates), num_devices, donate_argnums=0)
+        programs[updates] = chunk.lower(state).compile()
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
-    interrupts = queue.SimpleQueue()
-    signal.signal(signal.SIGINT, interrupts.put)  # Ctrl-C lets the chunk under way end
+    signals = catch_signals()
     began = time.perf_counter()
-    timesteps, returns = [], []  # (K,), (K, R)
-    for updates in range(args.log_updates, args.total_updates + 1, args.log_updates):
-        state, mean_return = chunk(state)
-        returns.append(process_allgather(mean_return, tiled=True))
-        timesteps.append(updates * args.num_envs)
+    timesteps, report = np.cumsum(chunks) * args.update_timesteps, []  # (K,), (K, 3, R)
+    for updates, step in zip(chunks, timesteps, strict=True):
+        state, means = programs[updates](state)
+        report.append(gather(means, num_runs))
         train_seconds = time.perf_counter() - began
-        speed = timesteps[-1] * len(seed) / train_seconds
-        print(f"step {timesteps[-1]:,}  return {returns[-1].mean():.1f}  {speed:,.0f} steps/s")
-        if process_allgather(not interrupts.empty()).any():  # in any process
+        returns, td_error, q_value = report[-1]  # (R,)
+        ended = returns[~np.isnan(returns)]  # of runs in which an episode ended
+        print(
+            f"step {step:,}  return {ended.mean() if len(ended) else math.nan:.1f}"
+            f"  td_error {td_error.mean():.3f}  q_value {q_value.mean():.2f}"
+            f"  {step * num_runs / train_seconds:,.0f} steps/s"
+        )
+        if process_allgather(bool(signals)).any():  # in any process
             break
 
     greedy_return = over_runs(partial(evaluate, args), num_devices)(state)  # (R, E)
     arrays = greedy_return, state.centers, state.weights
-    greedy_return, centers, weights = process_allgather(arrays, tiled=True)
+    greedy_return, centers, weights = gather(arrays, num_runs)
     for rate in args.learning_rate:
         means = greedy_return[learning_rate == rate].mean(axis=1)
         print(f"learning rate {rate:g}: greedy return {means.mean():.1f}, worst {means.min():.1f}")
+    returns, td_error, q_value = np.moveaxis(report, 1, 0)  # (K, R)
+    timesteps = timesteps[: len(returns)]
     if args.save:
         np.savez(
             args.save,
@@ -324,13 +409,17 @@ def main(argv=None):
             train_seconds=train_seconds,
             timesteps=timesteps,
             returns=returns,
+            td_error=td_error,
+            q_value=q_value,
             greedy_return=greedy_return,
-            centers=centers,
-            weights=weights.mT,  # (R, F, A)
+            obs_scale=OBS_SCALE[args.env_id],
+            sigma=args.sigma,
+            centers=centers.mT,  # (R, F, D)
+            weights=weights,
         )
     if args.plot:
-        plot(args.plot, learning_rate, timesteps, np.array(returns))
-    return 0 if interrupts.empty() else 130
+        plot(args.plot, learning_rate, np.outer(timesteps, np.ones(num_runs)), returns)
+    return 130 if signals else 0
 
 
 if __name__ == "__main__":
