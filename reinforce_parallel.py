@@ -6,44 +6,40 @@
 # ///
 """REINFORCE on N episodes at a time, of different lengths, padded and masked.
 
-Each iteration plays N episodes with the policy pi as it is, then makes one Adam step along
+Each iteration plays N episodes with the current policy pi, then makes one Adam step along
 
     1/N sum_i sum_t mask_ti (G_ti - b_ti) grad log pi(A_ti | S_ti),    G_ti = R_ti + gamma G_t+1,i
 
-(Williams 1992; Sutton & Barto 2018, section 13.4; the factor gamma^t is left out, as is common).
-The mask is 1 up to the last step of episode i, 0 in the padding behind it. The baseline b_ti is the
-mean of the other episodes' returns to go, 0 for those that have ended, so the gradient is unbiased:
-that of a finite horizon, since an episode ends at its time limit, without a bootstrap.
-(--sync truncation ends all episodes with the first: biased.)
+(Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
+and 0 in the padding behind it. The baseline b_ti is the mean of the other episodes' returns to go;
+an episode that has ended counts as 0. So the step is an unbiased estimate of the expected sum of
+G_t grad log pi(A_t | S_t). The usual factor gamma^t is left out, as is common: if gamma < 1, this
+sum is not the gradient of any objective. Returns stop at the time limit, without a bootstrap.
+(--sync truncation cuts all episodes at the end of the shortest: biased.)
 
     python reinforce_parallel.py                                    # CartPole-v1
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --gif pendulum.gif
 
-Shapes: R runs, T steps, N environments, D observation, H hidden units, A actions or dimensions.
+Shapes: R runs, K progress lines, U updates, T steps, N environments, E evaluation episodes,
+D observation dimensions, H hidden units, A actions, or action dimensions if actions are continuous.
 """
 
 import argparse
 import json
 import math
 import os
-import queue
 import signal
 import sys
 import time
 from functools import cache, partial
 from typing import NamedTuple
 
-# jax reads these when it is imported: each core is a device; the arrays, small here, are not split
-# among threads; vectors are as wide as they can be; less optimisation compiles twice as fast.
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(os.cpu_count()))
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_disable_hlo_passes=cpu-parallel-task-assigner --xla_cpu_prefer_vector_width=512"
-    " --xla_backend_optimization_level=1",
-)
+# jax reads this when it is imported: each CPU core that this process may use becomes a device.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 import jax
 
-if "--distributed" in sys.argv:  # before gymnax is imported, since that makes arrays
+if "--distributed" in sys.argv:  # before gymnax is imported, because gymnax creates arrays
     jax.distributed.initialize()
 
 import gymnax
@@ -52,11 +48,18 @@ import numpy as np
 import optax
 from jax.experimental.multihost_utils import process_allgather
 
-make = cache(gymnax.make)
+COMPILER_OPTIONS = {
+    "xla_backend_optimization_level": 1,  # twenty runs compile in half the time, run as fast
+    # Do not split small arrays among threads: ten runs of Pendulum-v1 are 1.1 times as fast.
+    "xla_disable_hlo_passes": "cpu-parallel-task-assigner",
+}
+
+
+make = cache(gymnax.make)  # returns an environment and its parameters; to change them, wrap it
 
 
 def number(kind, low, high):
-    """An argparse type: an int or a float in [low, high]; an int may be written 2e6."""
+    """Make an argparse type: an int or a float in [low, high]. An int may be written 2e6."""
 
     def parse(text):
         value = float(text)
@@ -68,42 +71,60 @@ def number(kind, low, high):
     return parse
 
 
+def output_file(path):
+    """Check an argparse value: a file that can be written. Opening it is the only sure test."""
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {path!r}: {error.strerror}") from error
+    return path
+
+
 def parse_args(argv=None):
     """Read and check the command line."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     add = parser.add_argument
     count = number(int, 1, 1e6)
-    share = number(float, 0, 1)
-    add("--seed", type=number(int, 0, 2e9), default=0, help="of the first run; run i has seed + i")
-    add("--num-seeds", type=count, default=1, help="runs in one program, on all cores or devices")
-    add("--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help="of gymnax")
-    add("--num-iterations", type=count, default=100, help="updates of a run")
+    steps = number(int, 1, 1e9)
+    unit = number(float, 0, 1)
+    add(
+        "--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help="gymnax environment"
+    )
+    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
+    add("--num-seeds", type=count, default=1, help="number of runs, spread over all devices")
+    add("--num-iterations", type=count, default=100, help="updates per run")
     add("--num-envs", type=number(int, 2, 1e6), default=16, help="episodes per update")
-    add("--learning-rate", type=share, default=[0.01], nargs="+", help="at first; runs with each")
-    add("--gamma", type=share, default=0.99, help="discount factor")
-    add("--hidden-size", type=count, default=64, help="tanh units of the policy network")
+    add(
+        "--learning-rate",
+        type=unit,
+        default=[0.01],
+        nargs="+",
+        help="initial value; several: sweep",
+    )
+    add("--gamma", type=unit, default=0.99, help="discount factor")
+    add("--hidden-size", type=count, default=64, help="number of tanh units in the policy network")
     add(
         "--sync",
         choices=["padding", "truncation"],
         default="padding",
-        help="play on, or end with first",
+        help="pad episodes to the longest, or cut all at the shortest (biased)",
     )
-    add("--eval-episodes", type=count, default=100, help="greedy episodes at the end")
-    add("--log-interval", type=count, default=5, help="iterations per progress line")
+    add("--eval-episodes", type=count, default=100, help="greedy episodes after training")
+    add("--log-interval", type=steps, default=5, help="iterations per progress line")
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
-    add("--save", metavar="FILE.npz", help="write parameters, learning curve and arguments")
-    add("--plot", metavar="FILE.png", help="draw the learning curve")
-    add("--gif", metavar="FILE.gif", help="draw 200 steps of a greedy episode, if gymnax can")
+    add("--save", type=output_file, metavar="FILE.npz", help="write parameters, curves, arguments")
+    add("--plot", type=output_file, metavar="FILE.png", help="draw the learning curve of each run")
+    add(
+        "--gif",
+        type=output_file,
+        metavar="FILE.gif",
+        help="animate the first evaluation episode of run 0, at most 200 steps",
+    )
     args = parser.parse_args(argv)
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("MNISTBandit-bsuite would download its data")
-    for path in [args.save, args.plot, args.gif]:
-        if path and not os.path.isdir(os.path.dirname(path) or "."):
-            parser.error(f"no such folder: {path}")
-    num_lines = math.ceil(args.num_iterations / args.log_interval)
-    args.log_updates = math.ceil(args.num_iterations / num_lines)
-    args.total_updates = num_lines * args.log_updates
+    args.learning_updates = args.num_iterations
     return args
 
 
@@ -120,44 +141,49 @@ class TrainState(NamedTuple):
     """All that changes during a run."""
 
     key: jax.Array
-    learning_rate: jax.Array  # at first
+    learning_rate: jax.Array  # initial value
     params: dict  # w0 (D, H), b0 (H,), w1 (H, A), b1 (A,); log_std (A,) if actions are continuous
     opt_state: optax.OptState
 
 
 def optimizer(args, learning_rate):
-    """Adam, its learning rate falling linearly to 0."""
-    return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.total_updates))
+    """Make Adam with a learning rate that falls linearly to 0."""
+    return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.learning_updates))
+
+
+def is_discrete(space):
+    """Tell whether actions are numbers 0, ..., A - 1; if not, they are real vectors."""
+    return isinstance(space, gymnax.environments.spaces.Discrete)
 
 
 def init_state(args, seed, learning_rate):
-    """The state in which the run with this seed starts."""
+    """Return the state in which the run with this seed starts."""
     env, env_params = make(args.env_id)
     space = env.action_space(env_params)
     inputs = math.prod(env.observation_space(env_params).shape)
-    outputs = space.n if hasattr(space, "n") else math.prod(space.shape)
-    key, key_hidden, key_out = jax.random.split(jax.random.key(seed), 3)
+    outputs = space.n if is_discrete(space) else math.prod(space.shape)
+    key, key_hidden, key_output = jax.random.split(jax.random.key(seed), 3)
     params = {
         "w0": jax.random.normal(key_hidden, (inputs, args.hidden_size)) / math.sqrt(inputs),
         "b0": jnp.zeros(args.hidden_size),
-        "w1": 0.01 * jax.random.normal(key_out, (args.hidden_size, outputs)),
+        "w1": 0.01 * jax.random.normal(key_output, (args.hidden_size, outputs)),
         "b1": jnp.zeros(outputs),
     }
-    if not hasattr(space, "n"):
+    if not is_discrete(space):
         params["log_std"] = jnp.zeros(outputs)
     return TrainState(key, learning_rate, params, optimizer(args, learning_rate).init(params))
 
 
 def policy(params, obs):
-    """Logits (..., A) of observations (..., D); means if actions are continuous."""
+    """Logits (..., A) in observations (..., D), or means if actions are continuous."""
     return jnp.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
 
 
 def sample(params, obs, noise):
-    """Actions (...) chosen with Gumbel or normal noise (..., A): the greedy ones if it is 0."""
+    """Actions (...) for Gumbel or normal noise (..., A); noise 0 gives the greedy actions."""
     if "log_std" in params:
         return policy(params, obs) + jnp.exp(params["log_std"]) * noise
-    return jnp.argmax(policy(params, obs) + noise, axis=-1)
+    return jnp.argmax(policy(params, obs) + noise, axis=-1)  # as in jax.random.categorical
 
 
 def log_prob(params, obs, action):
@@ -170,41 +196,45 @@ def log_prob(params, obs, action):
 
 
 def to_bounds(space, action):
-    """What the environment gets: [-1, 1] stretched to its bounds, clipped; discrete as it is."""
-    if hasattr(space, "n"):
+    """Clip continuous actions to [-1, 1] and map them to the environment's bounds."""
+    if is_discrete(space):
         return action
     return space.low + (space.high - space.low) * (jnp.clip(action, -1, 1) + 1) / 2
 
 
-def vector_step(args, params, carry, random):
-    """One step of N environments; gymnax resets those that are done, the mask ends there."""
-    obs, env_state, mask = carry
-    noise, keys = random
+def vector_step(args, params, carry, draws):
+    """Step N environments. gymnax resets those that are done; the mask is 0 from there on."""
     env, env_params = make(args.env_id)
+    obs, env_state, mask = carry
+    noise, keys = draws  # (N, A), (N,)
     obs = obs.reshape(len(obs), -1).astype(float)  # (N, D)
     action = sample(params, obs, noise)
-    next_obs, next_state, reward, terminated, truncated, _ = jax.vmap(env.step)(
-        keys, env_state, to_bounds(env.action_space(env_params), action)
-    )
+    next_obs, next_state, reward, terminated, truncated, _ = jax.vmap(
+        env.step, in_axes=(0, 0, 0, None)
+    )(keys, env_state, to_bounds(env.action_space(env_params), action), env_params)
     carry = next_obs, next_state, mask & ~(terminated | truncated)
     return carry, (Batch(obs, action, reward.astype(float), mask), env_state)
 
 
 def play(args, params, key, num_envs, noise_scale):
-    """An episode in each of N environments, and their states; greedy if noise_scale is 0."""
+    """Play an episode in each of N environments; a batch and the states. noise_scale 0: greedy."""
     env, env_params = make(args.env_id)
     key_reset, key_noise, key_step = jax.random.split(key, 3)
-    obs, env_state = jax.vmap(env.reset)(jax.random.split(key_reset, num_envs))
+    keys = jax.random.split(key_reset, num_envs)
+    obs, env_state = jax.vmap(env.reset, in_axes=(0, None))(keys, env_params)
     shape = (int(env_params.max_steps_in_episode), num_envs)  # (T, N)
     draw = jax.random.normal if "log_std" in params else jax.random.gumbel
-    noise = noise_scale * draw(key_noise, (*shape, *params["b1"].shape))  # (T, N, A)
+    draws = (  # for all steps at once: faster than inside the loop
+        noise_scale * draw(key_noise, (*shape, *params["b1"].shape)),  # (T, N, A)
+        jax.random.split(key_step, shape),
+    )
     carry = obs, env_state, jnp.ones(num_envs, bool)
-    random = noise, jax.random.split(key_step, shape)
-    return jax.lax.scan(partial(vector_step, args, params), carry, random)[1]
+    _, (batch, env_states) = jax.lax.scan(partial(vector_step, args, params), carry, draws)
+    return batch, env_states
 
 
 def advantages(args, batch):
-    """Returns to go less the mean of the other episodes' (T, N), 0 in the padding."""
+    """Returns to go (T, N) minus the mean of those of the other episodes; 0 in the padding."""
 
     def step(later, reward):
         return_to_go = reward + args.gamma * later
@@ -212,18 +242,19 @@ def advantages(args, batch):
 
     rewards = batch.mask * batch.reward
     _, returns = jax.lax.scan(step, jnp.zeros_like(rewards[0]), rewards, reverse=True)
-    returns = returns - returns[:, :1]  # so that equal returns give exact zeros
+    # Equal returns must give exactly 0: Adam would scale rounding errors up to full steps.
+    returns = returns - returns[:, :1]
     others = (returns.sum(axis=1, keepdims=True) - returns) / (returns.shape[1] - 1)
     return batch.mask * (returns - others)
 
 
 def loss(params, batch, advantage):
-    """Its gradient is the negative of the policy gradient."""
+    """A number whose gradient is minus the policy gradient."""
     return -jnp.mean(jnp.sum(advantage * log_prob(params, batch.obs, batch.action), axis=0))
 
 
 def train_step(args, state, _):
-    """Play N episodes, make one Adam step; their mean return and number of real steps."""
+    """Play N episodes, then make one Adam step; their mean return and number of real steps."""
     key, key_play = jax.random.split(state.key)
     batch, _ = play(args, state.params, key_play, args.num_envs, noise_scale=1.0)
     if args.sync == "truncation":
@@ -236,14 +267,13 @@ def train_step(args, state, _):
     return state, (jnp.mean(episode_return), jnp.sum(batch.mask))
 
 
-def train_chunk(args, state):
-    """All updates up to the next progress line; their mean return and number of real steps."""
-    state, report = jax.lax.scan(partial(train_step, args), state, length=args.log_updates)
-    return state, (jnp.mean(report[0]), jnp.sum(report[1]))
+def train_chunk(args, num_updates, state):
+    """Train up to the next progress line; mean return (U,) and real steps (U,) of each update."""
+    return jax.lax.scan(partial(train_step, args), state, length=num_updates)
 
 
 def evaluate(args, state):
-    """Returns (E,) of the greedy policy in E fresh episodes."""
+    """Undiscounted returns (E,) of the greedy policy in E fresh episodes."""
     batch, _ = play(args, state.params, state.key, args.eval_episodes, noise_scale=0.0)
     return jnp.sum(batch.mask * batch.reward, axis=0)
 
@@ -253,79 +283,109 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
+    # Runs do not communicate. The check of how values vary over devices rejects gymnax's loops.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
-    return jax.jit(sharded, **jit_options)
+    return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
+
+
+def gather(tree, num_runs):
+    """Copy the arrays of all processes to the host, without the surplus that fills a device."""
+    return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
+
+
+def catch_signals():
+    """Collect Ctrl-C and SIGTERM in a list; the second of them ends the process at once."""
+    caught = []
+
+    def handler(signum, frame):
+        caught.append(signum)
+        for number in signal.SIGINT, signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, handler)
+    return caught
 
 
 def plot(path, learning_rate, timesteps, returns):
-    """Draw returns (K, R) against timesteps (K,): mean and range over the runs of each rate."""
+    """Draw returns (K, R) over timesteps (K, R): each run thin, each rate's median in bold."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
     plt.figure()
-    for rate in np.unique(learning_rate):
-        runs = returns[:, learning_rate == rate]
-        plt.plot(timesteps, runs.mean(axis=1), label=f"learning rate {rate:g}")
-        plt.fill_between(timesteps, runs.min(axis=1), runs.max(axis=1), alpha=0.2)
+    for i, rate in enumerate(np.unique(learning_rate)):
+        x, y = timesteps[:, learning_rate == rate], returns[:, learning_rate == rate]
+        plt.plot(x, y, f"C{i}", linewidth=0.5)
+        x, y = np.median(x, axis=1), jnp.nanmedian(y, axis=1)
+        plt.plot(x, y, f"C{i}", linewidth=2, label=f"median, learning rate {rate:g}")
+    plt.gca().xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
     plt.xlabel("environment steps")
     plt.ylabel("return of training episodes")
     plt.legend()
     plt.savefig(path)
 
 
-def film(path, args, params):
-    """Draw the first 200 steps of a greedy episode, without a screen."""
+def animate(path, args, params, key):
+    """Draw the first evaluation episode of a run, at most 200 steps, without a screen."""
     os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")
     from gymnax.visualize import Visualizer
 
-    key = jax.random.fold_in(jax.random.key(args.seed), 1)
-    batch, states = play(args, params, key, num_envs=1, noise_scale=0.0)
-    steps = range(min(200, np.sum(batch.mask)))
-    frames = [jax.tree.map(lambda array, t=t: array[t, 0], states) for t in steps]
-    Visualizer(*make(args.env_id), frames, np.cumsum(batch.reward)).animate(path)
+    batch, env_states = play(args, params, key, args.eval_episodes, noise_scale=0.0)
+    steps = range(min(200, np.sum(batch.mask[:, 0])))
+    frames = [jax.tree.map(lambda array, t=t: array[t, 0], env_states) for t in steps]
+    Visualizer(*make(args.env_id), frames, np.cumsum(batch.reward[:, 0])).animate(path)
 
 
 def main(argv=None):
-    """Train, evaluate, report; the exit code."""
+    """Train, evaluate and report. Returns the exit code."""
     args = parse_args(argv)
-    make(args.env_id)  # now, since some environments cannot be made inside of jit
+    make(args.env_id)  # some environments cannot be made inside of jit
+    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
         args.save = args.plot = args.gif = None
     learning_rate = np.repeat(args.learning_rate, args.num_seeds)  # (R,)
     seed = np.tile(args.seed + np.arange(args.num_seeds), len(args.learning_rate))  # (R,)
-    num_devices = math.gcd(jax.device_count(), len(seed))
-    if args.distributed and num_devices < jax.device_count():
-        sys.exit(f"the number of runs must be a multiple of the {jax.device_count()} devices")
-    print(f"{args.env_id}, {len(seed)} runs on {num_devices} x {jax.devices()[0].device_kind}")
+    num_runs = len(seed)
+    per_device = math.ceil(num_runs / jax.device_count())
+    num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
+    filled = num_devices * per_device  # surplus runs fill the last device
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    print(f"{args.env_id}, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
-    state = over_runs(partial(init_state, args), num_devices)(seed, learning_rate)
-    chunk = over_runs(partial(train_chunk, args), num_devices, donate_argnums=0)
-    chunk = chunk.lower(state).compile()
+    init = over_runs(partial(init_state, args), num_devices)
+    state = init(np.resize(seed, filled), np.resize(learning_rate, filled))
+    full, rest = divmod(args.num_iterations, args.log_interval)
+    chunks = [args.log_interval] * full + [rest] * (rest > 0)  # updates per progress line
+    programs = {}
+    for updates in set(chunks):
+        chunk = over_runs(partial(train_chunk, args, updates), num_devices, donate_argnums=0)
+        programs[updates] = chunk.lower(state).compile()
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
-    interrupts = queue.SimpleQueue()
-    signal.signal(signal.SIGINT, interrupts.put)  # Ctrl-C lets the chunk under way end
+    signals = catch_signals()
     began = time.perf_counter()
     steps, returns = [], []  # (K, R), (K, R)
-    for iteration in range(args.log_updates, args.total_updates + 1, args.log_updates):
-        state, report = chunk(state)
-        mean_return, real_steps = process_allgather(report, tiled=True)
-        returns.append(mean_return)
-        steps.append(real_steps)
+    for updates, iteration in zip(chunks, np.cumsum(chunks), strict=True):
+        state, report = programs[updates](state)
+        mean_return, real_steps = gather(report, num_runs)  # (R, U)
+        returns.append(mean_return.mean(axis=1))
+        steps.append(real_steps.sum(axis=1, dtype=np.int64))
         train_seconds = time.perf_counter() - began
         speed = np.sum(steps) / train_seconds
-        print(f"iteration {iteration:,}  return {mean_return.mean():.1f}  {speed:,.0f} steps/s")
-        if process_allgather(not interrupts.empty()).any():  # in any process
+        print(f"iteration {iteration:,}  return {returns[-1].mean():.1f}  {speed:,.0f} steps/s")
+        if process_allgather(bool(signals)).any():  # in any process
             break
 
-    timesteps = np.cumsum(steps, axis=0)
     greedy_return = over_runs(partial(evaluate, args), num_devices)(state)  # (R, E)
-    greedy_return, params = process_allgather((greedy_return, state.params), tiled=True)
+    arrays = greedy_return, state.params, jax.random.key_data(state.key)
+    greedy_return, params, key_data = gather(arrays, num_runs)
     for rate in args.learning_rate:
         means = greedy_return[learning_rate == rate].mean(axis=1)
         print(f"learning rate {rate:g}: greedy return {means.mean():.1f}, worst {means.min():.1f}")
+    timesteps, returns = np.cumsum(steps, axis=0), np.array(returns)  # (K, R)
     if args.save:
         np.savez(
             args.save,
@@ -340,10 +400,11 @@ def main(argv=None):
             **params,
         )
     if args.plot:
-        plot(args.plot, learning_rate, timesteps.mean(axis=1), np.array(returns))
+        plot(args.plot, learning_rate, timesteps, returns)
     if args.gif:
-        film(args.gif, args, {name: array[0] for name, array in params.items()})
-    return 0 if interrupts.empty() else 130
+        params = {name: array[0] for name, array in params.items()}
+        animate(args.gif, args, params, jax.random.wrap_key_data(key_data[0]))
+    return 130 if signals else 0
 
 
 if __name__ == "__main__":

@@ -8,19 +8,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
+SCRIPTS = [
+    "parallel_td.py",
+    "replay_td.py",
+    "epsilon_decay_td.py",
+    "gridworld_qlearning.py",
+    "mountaincar_env.py",
+    "reinforce_parallel.py",
+]
 USER_ENV = dict(os.environ)  # before a script that a test imports writes its settings into it
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
-os.environ.setdefault(  # or the first script imported would decide for all
-    "XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
-)
+os.environ.setdefault("XLA_FLAGS", "")  # or the first script imported would decide for all
 
 
 @pytest.fixture(autouse=True)
-def keep_ctrl_c():
-    """A script's main listens to Ctrl-C in its own way."""
-    handler = signal.getsignal(signal.SIGINT)
+def keep_signal_handlers():
+    """A script's main handles Ctrl-C and SIGTERM in its own way."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnax.wrappers import FlattenObservationWrapper, LogWrapper
 
 import mountaincar_env as car
 
@@ -18,17 +19,20 @@ KEY = jax.random.key(0)
 def states(position, velocity, time=0):
     """Many cars."""
     time = jnp.broadcast_to(jnp.int32(time), np.shape(position))
-    return car.EnvState(jnp.float32(position), jnp.float32(velocity), time)
+    return car.EnvState(position=jnp.float32(position), velocity=jnp.float32(velocity), time=time)
 
 
 def test_steps_equal_gymnasiums():
-    """10,000 states, thousands of them at the wall and at the goal, each with three actions."""
+    """10,000 states, many at both walls, at the goal and at top speed, each with three actions."""
     rng = np.random.default_rng(0)
     position = rng.uniform(-1.2, 0.6, 10_000)
     velocity = rng.uniform(-0.07, 0.07, 10_000)
     position[:1000] = -1.2
     position[1000:2000] = rng.uniform(0.43, 0.57, 1000)
     position[2000:3000] = rng.uniform(-1.2, -1.13, 1000)
+    position[3000:3500] = 0.6
+    position[4500:5000] = rng.uniform(0.55, 0.6, 500)
+    velocity[4000:5000] = rng.choice([-0.07, 0.0, 0.07], 1000)
     env = gymnasium.make("MountainCar-v0").unwrapped
     for action in range(3):
         reached, terminated = [], []
@@ -87,9 +91,11 @@ def test_goal_in_the_last_step_both_terminates_and_truncates_as_gymnasium():
     assert ours == theirs == [True, True]
 
 
-def test_goal_needs_no_negative_velocity():
-    *_, terminated, _, info = ENV.step(KEY, states(0.55, -0.01), 1)
-    assert info["final_observation"][0] > 0.5 and not terminated
+@pytest.mark.parametrize("velocity", [-0.07, -0.01, 0.0, 0.07])
+def test_goal_is_not_reached_by_rolling_back(velocity):
+    *_, terminated, _, info = ENV.step(KEY, states(0.59, velocity), 1)
+    assert info["final_observation"][0] > 0.5
+    assert terminated == (velocity >= 0)
 
 
 def test_cosine_within_float32():
@@ -106,14 +112,14 @@ def test_stands_for_what_gymnax_makes(time):
     env, params = gymnax.make(f"MyCar-v{time}")
     gymnax.registered_envs.remove(f"MyCar-v{time}")  # other tests go through this list
     theirs, their_params = gymnax.make("MountainCar-v0")
-    assert params._asdict() == vars(their_params)
+    assert vars(params) == vars(their_params)
     assert env.action_space(params).n == env.num_actions == 3
     assert env.observation_space(params).shape == (2,)
     keys = jax.random.split(KEY, 5)
-    obs, state = jax.jit(jax.vmap(env.reset, (0, None)))(keys, params)
+    _, state = jax.jit(jax.vmap(env.reset, (0, None)))(keys, params)
     _, their_state = jax.vmap(theirs.reset, (0, None))(keys, their_params)
     np.testing.assert_allclose(state.position, their_state.position, rtol=2e-7)
-    state = state._replace(time=state.time + time)
+    state = state.replace(time=state.time + time)
     their_state = their_state.replace(time=their_state.time + time)
     actions = jnp.arange(5) % 3
     over = 0, 0, 0, None
@@ -124,8 +130,60 @@ def test_stands_for_what_gymnax_makes(time):
         np.testing.assert_array_equal(mine, other)
     reached = ours[5]["final_observation"]
     np.testing.assert_allclose(reached, their[5]["final_observation"], rtol=0, atol=1.5e-7)
-    np.testing.assert_array_equal(ours[0], obs if time else reached)  # `reset`'s, of that key
+    np.testing.assert_allclose(ours[0], their[0], rtol=0, atol=1.5e-7)  # a start at time 199
     np.testing.assert_array_equal(ours[1].time, 0 if time else 1)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"gravity": 0.004},
+        {"force": 0.003},
+        {"max_speed": 0.02},
+        {"min_position": -0.6},
+        {"max_position": 0.2},
+        {"goal_position": -0.2},
+        {"goal_velocity": 0.05, "goal_position": -0.2},
+        {"max_steps_in_episode": 7},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_other_parameters_have_the_same_effect_as_in_gymnax(changed):
+    """1,000 cars, under `jit`, with parameters as an argument; the change has an effect."""
+    theirs, default = gymnax.make("MountainCar-v0")
+    rng = np.random.default_rng(0)
+    position, velocity = rng.uniform(-1.2, 0.6, 1000), rng.uniform(-0.07, 0.07, 1000)
+    state = states(position, velocity, rng.integers(0, 9, 1000))
+    actions, keys = jnp.arange(1000) % 3, jax.random.split(KEY, 1000)
+
+    def outcome(env, params):
+        step = jax.vmap(env.step, (0, 0, 0, None))
+        obs, _, _, *done, info = step(keys, state, actions, params)
+        return (
+            obs,
+            info["final_observation"],
+            *done,
+            jax.vmap(env.is_terminated, (0, None))(state, params),
+        )
+
+    ours = jax.jit(lambda params: outcome(ENV, params))(car.EnvParams().replace(**changed))
+    expected = outcome(theirs, default.replace(**changed))
+    for mine, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=2e-7)
+    assert not all(map(np.array_equal, expected, outcome(theirs, default)))
+
+
+def test_works_in_gymnaxs_wrappers():
+    env = LogWrapper(FlattenObservationWrapper(ENV))
+    keys = jax.random.split(KEY, 3)
+    obs, state = jax.vmap(env.reset, (0, None))(keys, ENV.default_params)
+    assert obs.shape == (3, 2)
+    params = ENV.default_params.replace(max_steps_in_episode=5)
+    for _ in range(5):
+        obs, state, _, _, truncated, info = jax.vmap(env.step, (0, 0, None, None))(
+            keys, state, 1, params
+        )
+    assert truncated.all() and np.all(info["returned_episode_returns"] == -5)
 
 
 @pytest.fixture(scope="module", params=["random", "rocking"])
@@ -143,7 +201,8 @@ def test_saved_arrays_are_one_trajectory_per_environment(saved):
     done = saved["terminated"] | saved["truncated"]
     assert (obs.shape, action.shape) == ((1200, 1000, 2), (1200, 1000))
     np.testing.assert_array_equal(obs[1:][~done[:-1]], reached[:-1][~done[:-1]])
-    starts = obs[1:][done[:-1]]
+    starts = np.concatenate([obs[0], obs[1:][done[:-1]]])
+    assert len(np.unique(obs[0, :, 0])) > 990  # each car has its own
     assert np.all(starts[:, 1] == 0)
     fraction = np.sort((starts[:, 0] + 0.6) / 0.2)
     uniform = (np.arange(len(fraction)) + 0.5) / len(fraction)
@@ -167,24 +226,47 @@ def test_actions_are_what_the_policy_says(saved):
     assert np.abs(np.corrcoef(action) - np.eye(1200)).max() < 5.5 / 1000**0.5
 
 
-@pytest.mark.parametrize(("policy", "chunks"), [("random", 1), ("random", 3), ("rocking", 3)])
-def test_printed_statistics_are_those_of_finished_episodes(policy, chunks, tmp_path, capsys):
-    """Each line again, in NumPy, from the trajectory; 100 steps, then NaN: none has ended."""
+@pytest.mark.parametrize(("policy", "limit"), [("random", 200), ("rocking", 200), ("rocking", 120)])
+def test_printed_statistics_are_those_of_finished_episodes(
+    policy, limit, tmp_path, capsys, monkeypatch
+):
+    """Each line again, in NumPy, from the trajectory. In the first 100 steps no episode ends."""
+    params = car.EnvParams(max_steps_in_episode=limit)
+    monkeypatch.setattr(car, "EnvParams", lambda: params)  # 120: some reach the goal, some do not
     path = tmp_path / "x.npz"
-    flags = f"--num-envs 64 --total-timesteps {6400 * chunks} --log-interval 6400 --policy {policy}"
+    flags = f"--num-envs 64 --total-timesteps 40000 --log-interval 12800 --policy {policy}"
     car.main([*flags.split(), "--save", str(path)])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     saved = np.load(path)
+    assert len(saved["action"]) == 700  # 625 steps of 64 cars, in whole blocks
+    assert [line[1] for line in lines] == ["12,800", "25,600", "38,400", "44,800"]
     length = np.zeros(64)
     for i, line in enumerate(lines):
         lengths, goals = [], []
-        for t in range(100 * i, 100 * (i + 1)):
+        for t in range(200 * i, min(200 * (i + 1), 700)):
             length += 1
+            np.testing.assert_array_equal(saved["truncated"][t], length == limit)
             done = saved["terminated"][t] | saved["truncated"][t]
             lengths.extend(length[done])
             goals.extend(saved["terminated"][t][done])
             length[done] = 0
-        share = f"{np.mean(goals):.1%}" if goals else "nan%"
+        fraction = f"{np.mean(goals):.1%}" if goals else "nan%"
         mean = f"{-np.mean(lengths):.1f}" if goals else "nan"
-        assert [line[3], line[7], line[9]] == [str(len(goals)), share, mean]
-    assert len(lines) == chunks
+        assert [line[3], line[7], line[9]] == [str(len(goals)), fraction, mean]
+        assert limit == 200 or 0 < np.mean(goals) < 1
+
+
+@pytest.mark.parametrize(("cars", "text"), [(1, "1 car on 1 x"), (7, "7 cars"), (12, "12 cars")])
+def test_cars_are_spread_over_the_largest_divisor(cars, text, capsys):
+    assert car.main(f"--num-envs {cars} --total-timesteps 1 --log-interval 1e9".split()) == 0
+    out = capsys.readouterr().out
+    assert text in out and f"step {100 * cars:,}  episodes 0  at the goal nan%" in out
+    largest = [n for n in range(1, jax.device_count() + 1) if cars % n == 0][-1]
+    assert f" on {largest} x " in out
+
+
+@pytest.mark.parametrize("path", ["", ".", "/proc/x.npz", "missing/x.npz"])
+def test_file_that_cannot_be_written_is_refused_at_once(path, capsys):
+    with pytest.raises(SystemExit) as error:
+        car.parse_args(["--save", path, "--total-timesteps", "1"])
+    assert error.value.code == 2 and "cannot write" in capsys.readouterr().err

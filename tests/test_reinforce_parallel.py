@@ -4,9 +4,11 @@ import itertools
 from functools import partial
 
 import gymnasium
+import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import reinforce_parallel as rp
@@ -109,9 +111,8 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
     np.testing.assert_allclose(expected, exact, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_envs", [2, 7, 16])
-def test_equal_returns_move_nothing(num_envs):
-    args = rp.parse_args([])
+def test_equal_returns_move_nothing():
+    args, num_envs = rp.parse_args([]), 7
     reward = jnp.repeat(jax.random.normal(jax.random.key(0), (500, 1)), num_envs, axis=1)
     batch = rp.Batch(None, None, reward, jnp.ones((500, num_envs), bool))
     assert not jnp.any(rp.advantages(args, batch))
@@ -167,10 +168,121 @@ def test_truncation_ends_all_with_the_first(played, monkeypatch):
     )
 
 
-def test_actions_are_stretched_to_the_bounds():
+def test_actions_are_stretched_to_the_bounds(played):
     space = rp.make("Pendulum-v1")[0].action_space()
     action = np.array([[-7.0], [-1.0], [0.0], [0.5], [3.0]])
     np.testing.assert_allclose(rp.to_bounds(space, action), [[-2], [-2], [0], [1], [2]])
+    args, _, batch = played
+    if args.env_id == "Pendulum-v1":  # the equation of motion, with the torque that was meant
+        _, sine, speed = np.moveaxis(batch.obs, 2, 0)
+        torque = 2 * np.clip(batch.action[..., 0], -1, 1)
+        expected = np.clip(speed + 0.05 * (15 * sine + 3 * torque), -8, 8)
+        np.testing.assert_allclose(speed[1:], expected[:-1], atol=1e-4)
+
+
+class Leaning(gymnax.environments.CartPole):
+    """A pole whose start depends on a parameter; its rewards, nearly 1, show the steps' keys."""
+
+    def reset_env(self, key, params):
+        _, state = super().reset_env(key, params)
+        state = state.replace(theta=params.gravity / 1000 + 0 * state.theta)
+        return self.get_obs(state), state
+
+    def step_env(self, key, state, action, params):
+        obs, state, _, terminated, info = super().step_env(key, state, action, params)
+        return obs, state, 1 + 1e-3 * jax.random.uniform(key), terminated, info
+
+
+def test_replaced_parameters_rule_reset_step_and_evaluation(monkeypatch):
+    env = Leaning()
+    changes = {"max_steps_in_episode": 20, "gravity": 50.0, "theta_threshold_radians": 100.0}
+    env_params = env.default_params.replace(**changes)
+    monkeypatch.setattr(rp, "make", lambda _: (env, env_params))
+    args = rp.parse_args(["--num-envs", "4", "--hidden-size", "2"])
+    state = rp.init_state(args, 0, 0.01)
+    batch, _ = rp.play(args, state.params, state.key, 4, noise_scale=1.0)
+    assert batch.mask.shape == (20, 4) and batch.mask.all()
+    assert len(np.unique(batch.reward)) > 70  # 20 or 4 if steps shared their keys
+    np.testing.assert_allclose(batch.obs[0, :, 2], 0.05)
+    assert len(np.unique(batch.obs[0, :, 0])) == 4
+    physics = gymnasium.make("CartPole-v1").unwrapped
+    physics.gravity, physics.theta_threshold_radians = 50.0, 100.0
+    physics.reset()
+    physics.state = np.asarray(batch.obs[0, 0], float)
+    path = [physics.step(int(action))[0] for action in batch.action[:, 0]]
+    np.testing.assert_allclose(batch.obs[1:, 0], path[:-1], rtol=1e-3, atol=1e-3)
+    _, (mean_return, steps) = rp.train_step(args, state, None)
+    np.testing.assert_allclose([mean_return, steps / 4], 20, atol=0.03)
+    np.testing.assert_allclose(rp.evaluate(args, state), 20, atol=0.03)
+
+
+def episode_return(obs, w0, b0, w1, b1):
+    """Return of the greedy policy in Gymnasium's CartPole-v1 from a given start."""
+    env, over, total = gymnasium.make("CartPole-v1"), False, 0.0
+    env.reset()
+    env.unwrapped.state = np.asarray(obs, float)
+    while not over:
+        action = np.argmax(np.tanh(obs @ w0 + b0) @ w1 + b1)
+        obs, reward, terminated, truncated, _ = env.step(action)
+        over, total = terminated or truncated, total + reward
+    return total
+
+
+def replay(args, play, seed, rate):
+    """Three iterations by hand: mean returns, real steps, last parameters and key."""
+    key, _, params, _ = rp.init_state(args, seed, rate)
+    adam, returns, steps = optax.scale_by_adam(), [], []
+    moments = adam.init(params)
+    for i in range(3):
+        key, key_play = jax.random.split(key)
+        batch, _ = play(params, key_play)
+        assert len(np.unique(batch.obs[0], axis=0)) == args.num_envs
+        rewards = [batch.reward[:n, j].sum() for j, n in enumerate(batch.mask.sum(axis=0))]
+        returns.append(np.mean(rewards))
+        steps.append(int(batch.mask.sum()))
+        direction, moments = adam.update(gradient(args, params, batch), moments)
+        now = rate * (1 - i / 3)  # the learning rate falls to 0
+        params = jax.tree.map(lambda param, step, now=now: param - now * step, params, direction)
+    return returns, steps, params, key
+
+
+def test_the_report_is_that_of_an_independent_replay(tmp_path, capsys, monkeypatch):
+    path, drawn, animated = str(tmp_path / "run.npz"), [], []
+    monkeypatch.setattr(rp, "plot", lambda *call: drawn.extend(call))
+    monkeypatch.setattr(rp, "animate", lambda *call: animated.extend(call))
+    flags = "--num-iterations 3 --log-interval 2 --num-envs 4 --eval-episodes 5 --seed 7"
+    flags += " --learning-rate 0.002 0.004 --num-seeds 2"
+    files = ["--save", path, "--plot", str(tmp_path / "p"), "--gif", str(tmp_path / "g")]
+    assert rp.main([*flags.split(), *files]) == 0
+    saved, printed = np.load(path), capsys.readouterr().out
+    args = rp.parse_args(flags.split())
+    play = jax.jit(partial(rp.play, args, num_envs=4, noise_scale=1.0))
+    for run, (rate, seed) in enumerate(itertools.product([0.002, 0.004], [7, 8])):
+        assert (saved["seed"][run], saved["learning_rate"][run]) == (seed, rate)
+        returns, steps, params, key = replay(args, play, seed, rate)
+        np.testing.assert_allclose(saved["returns"][:, run], [np.mean(returns[:2]), returns[2]])
+        np.testing.assert_array_equal(saved["timesteps"][:, run], np.cumsum(steps)[1:])
+        for name, param in params.items():
+            np.testing.assert_allclose(saved[name][run], param, atol=1e-5)
+        batch, _ = rp.play(args, params, key, 5, noise_scale=0.0)
+        assert len(np.unique(batch.obs[0], axis=0)) == 5
+        weights = [saved[name][run] for name in ["w0", "b0", "w1", "b1"]]
+        greedy = [episode_return(np.asarray(obs), *weights) for obs in batch.obs[0]]
+        np.testing.assert_allclose(saved["greedy_return"][run], greedy)
+        if run == 0:
+            np.testing.assert_array_equal(
+                jax.random.key_data(animated[3]), jax.random.key_data(key)
+            )
+            np.testing.assert_array_equal(animated[2]["w0"], weights[0])
+    np.testing.assert_array_equal(drawn[2], saved["timesteps"])
+    means = saved["greedy_return"].mean(axis=1)
+    assert len(set(np.round(means, 1))) == 4
+    lines = printed.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:4]] == ["iteration 2", "iteration 3"]
+    assert f"return {saved['returns'][1].mean():.1f} " in lines[3]
+    for line, rate, runs in (lines[4], 0.002, means[:2]), (lines[5], 0.004, means[2:]):
+        expected = f"greedy return {runs.mean():.1f}, worst {runs.min():.1f}"
+        assert line == f"learning rate {rate}: {expected}"
 
 
 def test_an_environment_that_would_download_is_refused(capsys):
@@ -183,23 +295,16 @@ def test_an_environment_that_would_download_is_refused(capsys):
 def test_no_key_is_used_twice():
     args = rp.parse_args(["--num-iterations", "2", "--env-id", "Pendulum-v1", "--hidden-size", "2"])
     with jax.debug_key_reuse(True):
-        state, _ = jax.jit(partial(rp.train_chunk, args))(rp.init_state(args, 0, 0.01))
+        state, _ = jax.jit(partial(rp.train_chunk, args, 2))(rp.init_state(args, 0, 0.01))
         jax.jit(partial(rp.evaluate, args))(state)
 
 
 def test_learns_and_the_policy_balances_gymnasiums_pole(tmp_path):
     path = str(tmp_path / "params.npz")
-    rp.main(["--num-seeds", "2", "--seed", "5", "--save", path])
-    saved, env = np.load(path), gymnasium.make("CartPole-v1")
-    assert np.all(np.diff(saved["timesteps"], axis=0) > 0)
-    w0, b0, w1, b1 = (saved[name][1] for name in ["w0", "b0", "w1", "b1"])
-    returns = np.zeros(5)
-    for episode in range(5):
-        obs, _ = env.reset(seed=episode)
-        over = False
-        while not over:
-            action = np.argmax(np.tanh(obs @ w0 + b0) @ w1 + b1)
-            obs, reward, terminated, truncated, _ = env.step(action)
-            over = terminated or truncated
-            returns[episode] += reward
-    assert returns.mean() >= 475, returns
+    rp.main(["--num-seeds", "2", "--seed", "5", "--log-interval", "1e9", "--save", path])
+    saved = np.load(path)
+    assert saved["timesteps"].shape == (1, 2)
+    weights = [saved[name][1] for name in ["w0", "b0", "w1", "b1"]]
+    starts = np.random.default_rng(0).uniform(-0.05, 0.05, (5, 4))
+    returns = [episode_return(start, *weights) for start in starts]
+    assert np.mean(returns) >= 475, returns

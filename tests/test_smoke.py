@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, SCRIPTS, USER_ENV
 
 TD = (
-    "--num-seeds 2 --learning-rate 0.01 0.02 --total-timesteps 1440 --log-interval 480"
+    "--num-seeds 2 --learning-rate 0.01 0.02 --total-timesteps 1250 --log-interval 480"
     " --num-centers 50 --eval-episodes 5"
 )
 FLAGS = {
@@ -29,6 +29,7 @@ LEARNED = {"args": (), "seed": (4,), "learning_rate": (4,), "timesteps": (3,)}
 LEARNED |= {"compile_seconds": (), "train_seconds": ()}
 RETURNS = LEARNED | {"returns": (3, 4), "greedy_return": (4, 5)}
 WEIGHTS = RETURNS | {"centers": (4, 50, 4), "weights": (4, 50, 2)}
+WEIGHTS |= {"td_error": (3, 4), "q_value": (3, 4), "obs_scale": (4,), "sigma": ()}
 NETWORK = {"w0": (4, 4, 3), "b0": (4, 3), "w1": (4, 3, 2), "b1": (4, 2), "timesteps": (3, 4)}
 STEPS = {"obs": (300, 8, 2), "final_observation": (300, 8, 2)}
 STEPS |= dict.fromkeys(["action", "terminated", "truncated"], (300, 8))
