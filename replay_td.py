@@ -64,7 +64,11 @@ COMPILER_OPTIONS = {
 }
 
 
-make = cache(gymnax.make)  # returns an environment and its parameters; to change them, wrap it
+@cache
+def make(env_id):
+    """Make an environment and its parameters. To change either, change it here."""
+    env, env_params = gymnax.make(env_id)
+    return env, jax.tree.map(np.asarray, env_params)  # as constants: .compile() below needs that
 
 
 def number(kind, low, high):
@@ -349,6 +353,7 @@ def plot(path, learning_rate, timesteps, returns):
 def main(argv=None):
     """Train, evaluate and report. Returns the exit code."""
     args = parse_args(argv)
+    make(args.env_id)  # here, since some environments cannot be made inside of jit
     sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")

@@ -116,16 +116,6 @@ def test_no_key_is_used_twice():
         jax.jit(lambda state: grid.train_chunk(args, 2, state))(state)
 
 
-@pytest.mark.parametrize("num_runs", [3, 101])
-def test_set_value_of_many_tables(num_runs):
-    """Few tables are written in a loop, many by a scatter."""
-    q_table = np.zeros((num_runs, 6, 4), np.float32)
-    run = jnp.arange(num_runs)
-    after = jax.vmap(grid.set_value)(jnp.array(q_table), run % 6, run % 4, run + 1.0)
-    q_table[run, run % 6, run % 4] = run + 1
-    np.testing.assert_array_equal(after, q_table)
-
-
 def greedy_walk(q_table):
     """Steps from the last cell to the first one of a table (H, W, A), or inf."""
     row, column = np.array(q_table.shape[:2]) - 1
