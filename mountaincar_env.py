@@ -278,7 +278,6 @@ def main(argv=None):
     sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
-        args.save = args.plot = None
     devices = range(1, jax.device_count() + 1)
     num_devices = max(number for number in devices if args.num_envs % number == 0)
     if args.distributed and num_devices < jax.device_count():
@@ -317,10 +316,10 @@ def main(argv=None):
         )
         if process_allgather(bool(signals)).any():  # in any process
             break
-    if args.save:
+    if args.save and jax.process_index() == 0:  # but all processes collect
         trajectory = {name: np.concatenate([part[name] for part in kept]) for name in kept[0]}
         np.savez(args.save, args=json.dumps(vars(args)), **trajectory)  # (T, N, ...)
-    if args.plot:
+    if args.plot and jax.process_index() == 0:
         plot(args.plot, args)
     return 130 if signals else 0
 
