@@ -184,21 +184,6 @@ def scaling():
     return table(["how many", "command", "M steps/s"], rows)
 
 
-def waiting():
-    """From command to end, without and with compiled programs kept from the time before."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(FOLDER / "cache")}
-    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    rows = []
-    for script in [*LEARNERS, "gridworld_qlearning.py", "mountaincar_env.py"]:
-        first = run(ROOT / script, save=False, env=cache)[0]
-        second = run(ROOT / script, save=False, env=cache)[0]
-        rows.append([f"`{script}`", f"{first:.1f}", f"{second:.1f}"])
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import gymnax, optax"], check=True)
-    rows.append(['`python -c "import gymnax, optax"`', f"{time.perf_counter() - began:.1f}", ""])
-    return table(["seconds from command to end", "first time", "with the compilation cache"], rows)
-
-
 def unlearned_return(env_id, idle):
     """Mean return of 100 episodes of random actions, or of doing nothing (action 0)."""
     env, env_params = gymnax.make(env_id)
@@ -297,11 +282,6 @@ runs. Speed and waiting of one run are means of two.
 ## Scaling
 
 {scaling()}
-## Waiting
-
-With `JAX_COMPILATION_CACHE_DIR` set, and `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0`.
-
-{waiting()}
 ## The TD scripts on other tasks
 
 Twenty runs each, 500,000 steps a run, 100 greedy episodes. -110 counts as solved on MountainCar-v0.

@@ -15,7 +15,7 @@ from conftest import ROOT, SCRIPTS
 TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
 TREE = {name: ast.parse(text) for name, text in TEXT.items()}
 PARALLEL, REPLAY, DECAY, GRID, CAR, REINFORCE = SCRIPTS
-CEILING = {PARALLEL: 400, REPLAY: 435, DECAY: 445, GRID: 375, CAR: 340, REINFORCE: 415}
+CEILING = {PARALLEL: 400, REPLAY: 435, DECAY: 445, GRID: 375, CAR: 340, REINFORCE: 420}
 # Lines that diff marks with < or >.
 DIFF_BUDGET = {(PARALLEL, REPLAY): 76, (REPLAY, DECAY): 30}
 
@@ -44,10 +44,10 @@ DIFFERS = {
 # What differs between flags of one name, each with its reason.
 FLAGS_DIFFER = {
     "--batch-size default help": "parallel_td.py collects at least so many",
-    "--env-id choices help": "REINFORCE takes all of gymnax's environments",
+    "--env-id choices": "REINFORCE takes all of gymnax's environments",
     "--gamma default": "the grid world's is its article's",
     "--learning-rate default help": "one value for each algorithm; constant in the grid world",
-    "--log-interval default help type": "environment steps, iterations, steps of all cars",
+    "--log-interval default help": "environment steps, iterations, steps of all cars",
     "--num-envs default help type": "REINFORCE compares two or more; a mountain car is small",
     "--num-seeds help": "the grid world has agents",
     "--plot help": "the grid world and the mountain car draw other pictures",
@@ -78,7 +78,7 @@ def definitions(name):
     return {node.name: ast.dump(node) for node in TREE[name].body if isinstance(node, kinds)}
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(SCRIPTS, 2), ids=" ".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations(SCRIPTS, 2)), ids=" ".join)
 def test_twins_are_identical_but_for_the_list(pair):
     one, other = definitions(pair[0]), definitions(pair[1])
     differing = {name for name in one.keys() & other.keys() if one[name] != other[name]}

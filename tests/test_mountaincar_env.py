@@ -200,7 +200,8 @@ def test_saved_arrays_are_one_trajectory_per_environment(saved):
     obs, action, reached = (saved[name] for name in ("obs", "action", "final_observation"))
     done = saved["terminated"] | saved["truncated"]
     assert (obs.shape, action.shape) == ((1200, 1000, 2), (1200, 1000))
-    np.testing.assert_array_equal(obs[1:][~done[:-1]], reached[:-1][~done[:-1]])
+    lives = ~done[:-1]  # XLA computes the state and its copy apart: they may round differently
+    np.testing.assert_allclose(obs[1:][lives], reached[:-1][lives], rtol=0, atol=1.5e-7)
     starts = np.concatenate([obs[0], obs[1:][done[:-1]]])
     assert len(np.unique(obs[0, :, 0])) > 990  # each car has its own
     assert np.all(starts[:, 1] == 0)

@@ -21,6 +21,6 @@ def test_saved_weights_balance_gymnasiums_pole(tmp_path, monkeypatch):
 
 def test_an_environment_of_ones_own_goes_into_reinforce(capsys):
     exec(SNIPPETS[0], {})
-    gymnax.registered_envs.remove("MyCar-v0")  # other tests go through this list
+    gymnax.registered_envs.remove("OwnCar-v0")  # other tests go through this list
     out = capsys.readouterr().out
-    assert out.startswith("MyCar-v0, 1 run on ") and "greedy return -200.0" in out
+    assert out.startswith("OwnCar-v0, 1 run on ") and "greedy return -200.0" in out
