@@ -109,7 +109,7 @@ def parse_args(argv=None):
     add("--buffer-size", type=count, default=100_000, help="transitions kept")
     add("--learning-starts", type=count, default=1_000, help="transitions before the first update")
     add("--batch-size", type=count, default=32, help="transitions per update")
-    add("--tau", type=unit, default=0.01, help="step of the running average of the weights")
+    add("--tau", type=unit, default=0.005, help="step of the running average of the weights")
     add(
         "--learning-rate",
         type=unit,

@@ -50,7 +50,7 @@ ABLATIONS = [
     ),
     (
         "replay_td.py",
-        'default=0.01, help="step of the running',
+        'default=0.005, help="step of the running',
         'default=1.0, help="step of the running',
     ),
     (
@@ -69,10 +69,13 @@ ABLATIONS = [
 
 # The TD scripts on the other tasks: script and flags.
 TASKS = [
-    ("replay_td.py", "--env-id MountainCar-v0 --sigma 0.15 --gamma 1 --learning-rate 0.02"),
+    (
+        "replay_td.py",
+        "--env-id MountainCar-v0 --sigma 0.15 --gamma 1 --learning-rate 0.02 --tau 0.01",
+    ),
     ("epsilon_decay_td.py", "--env-id MountainCar-v0 --sigma 0.15 --gamma 1 --learning-rate 0.02"),
     ("parallel_td.py", "--env-id MountainCar-v0 --sigma 0.4 --learning-rate 0.003"),
-    ("replay_td.py", "--env-id Acrobot-v1 --num-centers 1000 --learning-rate 0.05"),
+    ("replay_td.py", "--env-id Acrobot-v1 --num-centers 1000 --learning-rate 0.05 --tau 0.01"),
     (
         "epsilon_decay_td.py",
         "--env-id Acrobot-v1 --num-centers 1000 --learning-rate 0.05 --sigma 0.6",

@@ -53,6 +53,7 @@ FLAGS_DIFFER = {
     "--plot help": "the grid world and the mountain car draw other pictures",
     "--save help": "each names what it writes",
     "--seed help": "the mountain car has no runs",
+    "--tau default": "with a falling epsilon the target may follow faster",
     "--total-timesteps default help type": "the mountain car counts the steps of all cars",
 }
 
