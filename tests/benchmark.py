@@ -288,8 +288,7 @@ runs. Speed and waiting of one run are means of two.
 ## The TD scripts on other tasks
 
 Twenty runs each, 500,000 steps a run, 100 greedy episodes. -110 counts as solved on MountainCar-v0.
-parallel_td.py mostly fails there: it forgets the few episodes that reach the goal, which a replay
-buffer keeps.
+parallel_td.py, which has no replay buffer, mostly fails there.
 
 {other_tasks()}
 ## REINFORCE on continuous actions
