@@ -243,20 +243,19 @@ def rollout(args, num_blocks, chunk_index, state):
 
 
 def catch_signals():
-    """Collect Ctrl-C and SIGTERM in a list; the second of them ends the process at once."""
+    """Collect Ctrl-C and SIGTERM in a list. A second one of them ends the process at once."""
     caught = []
 
     def handler(signum, frame):
         caught.append(signum)
-        for number in signal.SIGINT, signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signum, signal.SIG_DFL)
 
-    for number in signal.SIGINT, signal.SIGTERM:
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
     return caught
 
 
-def plot(path, args):
+def plot(args, path):
     """Draw ten cars for as many steps as an episode may take, velocity against position."""
     import matplotlib.pyplot as plt
 
@@ -292,21 +291,23 @@ def main(argv=None):
     shard = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     fraction = jax.random.uniform(jax.random.key(args.seed), args.num_envs)
     state = jax.tree.map(np.array, start(fraction))  # not an array of this process alone
-    full, rest = divmod(args.total_blocks, args.log_blocks)
-    chunks = [args.log_blocks] * full + [rest] * (rest > 0)  # blocks per progress line
+    ends = [*range(args.log_blocks, args.total_blocks, args.log_blocks), args.total_blocks]
+    chunks = np.diff(ends, prepend=0)  # blocks for each progress line
     programs = {}
     for blocks in set(chunks):
         sharded = shard(partial(rollout, args, blocks), check_vma=False)
         jitted = jax.jit(sharded, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
         programs[blocks] = jitted.lower(0, state).compile()
+    signals = catch_signals()
     print(f"compiled in {time.perf_counter() - began:.1f} s")
 
-    signals = catch_signals()
     began = time.perf_counter()
-    timesteps = np.cumsum(chunks) * args.block_timesteps
+    timesteps = np.array(ends) * args.block_timesteps
     kept = []
     for i, step in enumerate(timesteps):
         state, report, transitions = programs[chunks[i]](i, state)
+        while not report[0].is_ready():
+            time.sleep(1e-4)  # in Python, which handles Ctrl-C; while jax waits, it does not
         kept.append(process_allgather(transitions, tiled=True))
         episodes, goal_fraction, mean_return = map(np.array, report)
         speed = step / (time.perf_counter() - began) / 1e6
@@ -320,7 +321,7 @@ def main(argv=None):
         trajectory = {name: np.concatenate([part[name] for part in kept]) for name in kept[0]}
         np.savez(args.save, args=json.dumps(vars(args)), **trajectory)  # (T, N, ...)
     if args.plot and jax.process_index() == 0:
-        plot(args.plot, args)
+        plot(args, args.plot)
     return 130 if signals else 0
 
 

@@ -60,7 +60,8 @@ COMPILER_OPTIONS = {
 def make(env_id):
     """Make an environment and its parameters. To change either, change it here."""
     env, env_params = gymnax.make(env_id)
-    return env, jax.tree.map(np.asarray, env_params)  # as constants: .compile() below needs that
+    # As NumPy arrays: a program that .compile() made cannot hold JAX arrays as constants.
+    return env, jax.tree.map(np.asarray, env_params)
 
 
 def number(kind, low, high):
@@ -93,39 +94,25 @@ def parse_args(argv=None):
     count = number(int, 1, 1e6)
     steps = number(int, 1, 1e9)
     unit = number(float, 0, 1)
-    add(
-        "--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help="gymnax environment"
-    )
+    text = "gymnax environment"
+    add("--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help=text)
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
     add("--num-seeds", type=count, default=1, help="number of runs, spread over all devices")
     add("--num-iterations", type=count, default=100, help="updates per run")
     add("--num-envs", type=number(int, 2, 1e6), default=16, help="episodes per update")
-    add(
-        "--learning-rate",
-        type=unit,
-        default=[0.01],
-        nargs="+",
-        help="initial value; several: sweep",
-    )
+    text = "initial step size of Adam, falls to 0; several values: a run for each value and seed"
+    add("--learning-rate", type=unit, default=[0.01], nargs="+", help=text)
     add("--gamma", type=unit, default=0.99, help="discount factor")
     add("--hidden-size", type=count, default=64, help="number of tanh units in the policy network")
-    add(
-        "--sync",
-        choices=["padding", "truncation"],
-        default="padding",
-        help="pad episodes to the longest, or cut all at the shortest (biased)",
-    )
+    text = "pad episodes to the longest, or cut all at the shortest (biased)"
+    add("--sync", choices=["padding", "truncation"], default="padding", help=text)
     add("--eval-episodes", type=count, default=100, help="greedy episodes after training")
     add("--log-interval", type=steps, default=5, help="iterations per progress line")
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
     add("--save", type=output_file, metavar="FILE.npz", help="write parameters, curves, arguments")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the learning curve of each run")
-    add(
-        "--gif",
-        type=output_file,
-        metavar="FILE.gif",
-        help="animate the first evaluation episode of run 0, at most 200 steps",
-    )
+    text = "animate the first evaluation episode of run 0, at most 200 steps"
+    add("--gif", type=output_file, metavar="FILE.gif", help=text)
     args = parser.parse_args(argv)
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("MNISTBandit-bsuite would download its data")
@@ -222,7 +209,7 @@ def vector_step(args, params, carry, draws):
 
 
 def play(args, params, key, num_envs, noise_scale):
-    """Play an episode in each of N environments; a batch and the states. noise_scale 0: greedy."""
+    """Play N episodes, greedily if noise_scale is 0. Return a batch and all states (T, N)."""
     env, env_params = make(args.env_id)
     key_reset, key_noise, key_step = jax.random.split(key, 3)
     keys = jax.random.split(key_reset, num_envs)
@@ -259,7 +246,7 @@ def loss(params, batch, advantage):
 
 
 def train_step(args, state, _):
-    """Play N episodes, then make one Adam step; their mean return and number of real steps."""
+    """Play N episodes, then make one Adam step. Return also their mean return and real steps."""
     key, key_play = jax.random.split(state.key)
     batch, _ = play(args, state.params, key_play, args.num_envs, noise_scale=1.0)
     if args.sync == "truncation":
@@ -273,12 +260,12 @@ def train_step(args, state, _):
 
 
 def train_chunk(args, num_updates, state):
-    """Train up to the next progress line; mean return (U,) and real steps (U,) of each update."""
+    """Train up to the next progress line. Return also mean returns (U,) and real steps (U,)."""
     return jax.lax.scan(partial(train_step, args), state, length=num_updates)
 
 
 def evaluate(args, state):
-    """Undiscounted returns (E,) of the greedy policy in E fresh episodes."""
+    """Undiscounted returns (E,) of the greedy policy in E new episodes."""
     batch, _ = play(args, state.params, state.key, args.eval_episodes, noise_scale=0.0)
     return jnp.sum(batch.mask * batch.reward, axis=0)
 
@@ -288,27 +275,28 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # Runs do not communicate. The check of how values vary over devices rejects gymnax's loops.
+    # check_vma is off because the check rejects gymnax's loops. Runs do not communicate anyway.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
 
 def gather(tree, num_runs):
-    """Copy the arrays of all processes to the host, without the surplus that fills a device."""
+    """Copy the arrays of all runs, in all processes, to the host. Cut the surplus runs off."""
+    while not all(array.is_ready() for array in jax.tree.leaves(tree)):
+        time.sleep(1e-4)  # in Python, which handles Ctrl-C; while jax waits, it does not
     return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
 
 
 def catch_signals():
-    """Collect Ctrl-C and SIGTERM in a list; the second of them ends the process at once."""
+    """Collect Ctrl-C and SIGTERM in a list. A second one of them ends the process at once."""
     caught = []
 
     def handler(signum, frame):
         caught.append(signum)
-        for number in signal.SIGINT, signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signum, signal.SIG_DFL)
 
-    for number in signal.SIGINT, signal.SIGTERM:
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
     return caught
 
 
@@ -330,7 +318,7 @@ def plot(path, learning_rate, timesteps, returns):
     plt.savefig(path)
 
 
-def animate(path, args, params, key):
+def animate(args, path, params, key):
     """Draw the first evaluation episode of a run, at most 200 steps, without a screen."""
     os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")
     from gymnax.visualize import Visualizer
@@ -361,19 +349,19 @@ def main(argv=None):
     began = time.perf_counter()
     init = over_runs(partial(init_state, args), num_devices)
     state = init(np.resize(seed, filled), np.resize(learning_rate, filled))
-    full, rest = divmod(args.num_iterations, args.log_interval)
-    chunks = [args.log_interval] * full + [rest] * (rest > 0)  # updates per progress line
+    ends = [*range(args.log_interval, args.num_iterations, args.log_interval), args.num_iterations]
+    chunks = np.diff(ends, prepend=0)  # updates for each progress line
     programs = {}
     for updates in set(chunks):
         chunk = over_runs(partial(train_chunk, args, updates), num_devices, donate_argnums=0)
         programs[updates] = chunk.lower(state).compile()
     compile_seconds = time.perf_counter() - began
+    signals = catch_signals()
     print(f"compiled in {compile_seconds:.1f} s")
 
-    signals = catch_signals()
     began = time.perf_counter()
     steps, returns = [], []  # (K, R), (K, R)
-    for updates, iteration in zip(chunks, np.cumsum(chunks), strict=True):
+    for updates, iteration in zip(chunks, ends, strict=True):
         state, report = programs[updates](state)
         mean_return, real_steps = gather(report, num_runs)  # (R, U)
         returns.append(mean_return.mean(axis=1))
@@ -408,7 +396,7 @@ def main(argv=None):
         plot(args.plot, learning_rate, timesteps, returns)
     if args.gif:
         params = {name: array[0] for name, array in params.items()}
-        animate(args.gif, args, params, jax.random.wrap_key_data(key_data[0]))
+        animate(args, args.gif, params, jax.random.wrap_key_data(key_data[0]))
     return 130 if signals else 0
 
 

@@ -68,7 +68,8 @@ COMPILER_OPTIONS = {
 def make(env_id):
     """Make an environment and its parameters. To change either, change it here."""
     env, env_params = gymnax.make(env_id)
-    return env, jax.tree.map(np.asarray, env_params)  # as constants: .compile() below needs that
+    # As NumPy arrays: a program that .compile() made cannot hold JAX arrays as constants.
+    return env, jax.tree.map(np.asarray, env_params)
 
 
 def number(kind, low, high):
@@ -104,21 +105,16 @@ def parse_args(argv=None):
     add("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
     add("--num-seeds", type=count, default=1, help="number of runs, spread over all devices")
-    add("--total-timesteps", type=steps, default=500_000, help="environment steps per run")
+    add("--total-timesteps", type=steps, default=200_000, help="environment steps per run")
     add("--num-envs", type=count, default=16, help="environments stepped in lockstep")
     add("--buffer-size", type=count, default=100_000, help="transitions kept")
     add("--learning-starts", type=count, default=1_000, help="transitions before the first update")
     add("--batch-size", type=count, default=32, help="transitions per update")
-    add("--tau", type=unit, default=0.005, help="step of the running average of the weights")
-    add(
-        "--learning-rate",
-        type=unit,
-        default=[0.01],
-        nargs="+",
-        help="initial value; several: sweep",
-    )
+    add("--tau", type=unit, default=0.01, help="step of the running average of the weights")
+    text = "initial step size of Adam, falls to 0; several values: a run for each value and seed"
+    add("--learning-rate", type=unit, default=[0.03], nargs="+", help=text)
     add("--gamma", type=unit, default=0.99, help="discount factor")
-    add("--epsilon", type=unit, default=0.1, help="probability of a random action")
+    add("--epsilon", type=unit, default=0.2, help="probability of a random action")
     add("--num-centers", type=count, default=500, help="number of radial basis features")
     add("--sigma", type=number(float, 1e-3, 1e3), default=0.5, help="width of the features")
     add("--eval-episodes", type=count, default=100, help="greedy episodes after training")
@@ -159,7 +155,7 @@ class TrainState(NamedTuple):
     env_state: gymnax.EnvState  # (N,)
     obs: jax.Array  # (N, D)
     episode_return: jax.Array  # (N,) so far
-    metrics: jax.Array  # (5,) sums since the last progress line, see train_step
+    metrics: jax.Array  # (5,) sums: episodes, their returns, updates, TD errors, Q-values
     buffer: Transition  # (C,) a ring
     written: jax.Array  # transitions written so far
 
@@ -210,7 +206,7 @@ def q_values(args, weights, centers, obs):
 
 
 def vector_step(args, state, draws):
-    """Step N environments epsilon-greedily; the transitions, and the returns where one ended."""
+    """Step N environments epsilon-greedily. Return also which ended, and with which return."""
     env, env_params = make(args.env_id)
     keys, uniform, random_action = draws  # (N,)
     greedy = jnp.argmax(q_values(args, state.weights, state.centers, state.obs), axis=1)
@@ -227,13 +223,14 @@ def vector_step(args, state, draws):
 
 
 def td_loss(args, weights, target_weights, centers, batch):
-    """Half the mean squared TD error of a batch (B,); mean absolute TD error and mean Q-value."""
+    """Half the mean squared TD error of a batch (B,), and means (2,): |TD error|, Q-value."""
     next_q = jnp.max(q_values(args, target_weights, centers, batch.next_obs), axis=1)
     target = jax.lax.stop_gradient(batch.reward + args.gamma * (1 - batch.terminated) * next_q)
     q = q_values(args, weights, centers, batch.obs)
     q_taken = jnp.sum(q * jax.nn.one_hot(batch.action, q.shape[1]), axis=1)
     td_error = q_taken - target
-    return jnp.mean(optax.l2_loss(td_error)), (jnp.mean(jnp.abs(td_error)), jnp.mean(q_taken))
+    means = jnp.stack([jnp.mean(jnp.abs(td_error)), jnp.mean(q_taken)])
+    return jnp.mean(optax.l2_loss(td_error)), means
 
 
 def train_step(args, state, draws):
@@ -246,9 +243,7 @@ def train_step(args, state, draws):
     drawn = (batch_uniform * jnp.minimum(written, args.buffer_size)).astype(int)  # (B,)
     batch = jax.tree.map(lambda ring: ring[drawn], buffer)
     gradient = jax.grad(td_loss, argnums=1, has_aux=True)
-    grad, (td_error, q_value) = gradient(
-        args, state.weights, state.target_weights, state.centers, batch
-    )
+    grad, means = gradient(args, state.weights, state.target_weights, state.centers, batch)
     updates, opt_state = optimizer(args, state.learning_rate).update(grad, state.opt_state)
     weights = optax.apply_updates(state.weights, updates)
     # During the warm-up the optimizer waits too. A lax.cond would copy the state under vmap.
@@ -256,16 +251,14 @@ def train_step(args, state, draws):
     weights = jnp.where(learns, weights, state.weights)
     opt_state = jax.tree.map(partial(jnp.where, learns), opt_state, state.opt_state)
     target_weights = optax.incremental_update(weights, state.target_weights, args.tau)
-    metrics = jnp.stack(
-        [jnp.sum(done), jnp.sum(returns), learns, td_error * learns, q_value * learns]
-    )
-    metrics += state.metrics
+    learned = learns * jnp.stack([1.0, *means])
+    metrics = state.metrics + jnp.stack([jnp.sum(done), jnp.sum(returns), *learned])
     state = state._replace(weights=weights, target_weights=target_weights, opt_state=opt_state)
     return state._replace(metrics=metrics, buffer=buffer, written=written), None
 
 
 def train_chunk(args, num_updates, state):
-    """Train up to the next progress line; mean return, absolute TD error and Q-value."""
+    """Train up to the next progress line. Return the state and the means that it shows."""
     env, _ = make(args.env_id)
     key, key_batch, key_step, key_uniform, key_action = jax.random.split(state.key, 5)
     shape = (num_updates, args.num_envs)  # (U, N)
@@ -282,7 +275,7 @@ def train_chunk(args, num_updates, state):
 
 
 def evaluate(args, state):
-    """Undiscounted returns (E,) of the greedy policy in E fresh episodes."""
+    """Undiscounted returns (E,) of the greedy policy in E new episodes."""
     env, env_params = make(args.env_id)
 
     def step(carry, keys):
@@ -308,27 +301,28 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # Runs do not communicate. The check of how values vary over devices rejects gymnax's loops.
+    # check_vma is off because the check rejects gymnax's loops. Runs do not communicate anyway.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
 
 def gather(tree, num_runs):
-    """Copy the arrays of all processes to the host, without the surplus that fills a device."""
+    """Copy the arrays of all runs, in all processes, to the host. Cut the surplus runs off."""
+    while not all(array.is_ready() for array in jax.tree.leaves(tree)):
+        time.sleep(1e-4)  # in Python, which handles Ctrl-C; while jax waits, it does not
     return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
 
 
 def catch_signals():
-    """Collect Ctrl-C and SIGTERM in a list; the second of them ends the process at once."""
+    """Collect Ctrl-C and SIGTERM in a list. A second one of them ends the process at once."""
     caught = []
 
     def handler(signum, frame):
         caught.append(signum)
-        for number in signal.SIGINT, signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signum, signal.SIG_DFL)
 
-    for number in signal.SIGINT, signal.SIGTERM:
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
     return caught
 
 
@@ -370,18 +364,18 @@ def main(argv=None):
     began = time.perf_counter()
     init = over_runs(partial(init_state, args), num_devices)
     state = init(np.resize(seed, filled), np.resize(learning_rate, filled))
-    full, rest = divmod(args.total_updates, args.log_updates)
-    chunks = [args.log_updates] * full + [rest] * (rest > 0)  # updates per progress line
+    ends = [*range(args.log_updates, args.total_updates, args.log_updates), args.total_updates]
+    chunks = np.diff(ends, prepend=0)  # updates for each progress line
     programs = {}
     for updates in set(chunks):
         chunk = over_runs(partial(train_chunk, args, updates), num_devices, donate_argnums=0)
         programs[updates] = chunk.lower(state).compile()
     compile_seconds = time.perf_counter() - began
+    signals = catch_signals()
     print(f"compiled in {compile_seconds:.1f} s")
 
-    signals = catch_signals()
     began = time.perf_counter()
-    timesteps, report = np.cumsum(chunks) * args.update_timesteps, []  # (K,), (K, 3, R)
+    timesteps, report = np.array(ends) * args.update_timesteps, []  # (K,), (K, 3, R)
     for updates, step in zip(chunks, timesteps, strict=True):
         state, means = programs[updates](state)
         report.append(gather(means, num_runs))

@@ -17,12 +17,12 @@ import parallel_td
 import replay_td
 
 SCALE = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
-# About to end, one step before the time limit, and on the way: start, and time of the episode.
+# Three starts: one step before the end, one step before the time limit, and on the way.
 STARTS = {
     "CartPole-v1": [[2.39, 1.0, 0.0, 0.0], [0.3, 0.5, 0.1, -0.5], [0.3, 0.5, 0.1, -0.5]],
     "MountainCar-v0": [[0.49, 0.05], [-0.5, 0.01], [-0.5, 0.01]],
 }
-TIMES = {"CartPole-v1": [7, 499, 7], "MountainCar-v0": [7, 199, 7]}
+LIMIT = {"CartPole-v1": 60, "MountainCar-v0": 200}  # on the moon, see below
 
 
 @pytest.fixture(params=[parallel_td, replay_td, epsilon_decay_td], ids=lambda td: td.__name__)
@@ -92,11 +92,15 @@ class Moon(CartPole):
         return self.get_obs(state), state
 
 
-def fly_to_the_moon(td, monkeypatch):
-    """Replace the parameters, as a reader would: through make."""
-    moon = Moon()
-    params = moon.default_params.replace(gravity=5.0, max_steps_in_episode=20)
-    monkeypatch.setattr(td, "make", lambda env_id: (moon, params))
+@pytest.fixture
+def moon(td, monkeypatch):
+    """Replace CartPole-v1 and its parameters, as a reader would: in make. Return Gymnasium's."""
+    env, make = Moon(), td.make
+    params = env.default_params.replace(gravity=5.0, max_steps_in_episode=LIMIT["CartPole-v1"])
+    monkeypatch.setattr(td, "make", lambda name: make(name) if "Car-" in name else (env, params))
+    theirs = gymnasium.make("CartPole-v1")
+    theirs.unwrapped.gravity = 5.0
+    return theirs
 
 
 def test_observation_scales_fit_gymnaxs_spaces(td):
@@ -105,42 +109,23 @@ def test_observation_scales_fit_gymnaxs_spaces(td):
         assert env.observation_space(env_params).shape == (len(scale),)
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.5])
-def test_features_and_gradient_equal_numpy(td, sigma):
-    args, rng = parse(td, f"--sigma {sigma} --gamma 0.9"), np.random.default_rng(0)
-    centers, obs, next_obs = rng.uniform(-1, 1, (4, 5)), *rng.normal(scale=0.4, size=(2, 6, 4))
-    phi = td.rbf_features(args, centers, obs)
-    by_hand = [features(SCALE["CartPole-v1"], sigma, centers, row) for row in obs]
-    np.testing.assert_allclose(phi, by_hand, rtol=1e-4)
-    weights, other = rng.normal(size=(2, 5, 2))
-    terminated = np.arange(6) % 3 == 0
-    batch = td.Transition(obs, rng.integers(0, 2, 6), rng.uniform(size=6), next_obs, terminated)
-    all_weights = [weights] if td is parallel_td else [weights, other]
-    loss = partial(td.td_loss, args)
-    grad, means = jax.grad(loss, has_aux=True)(*map(jnp.array, all_weights), centers, batch)
-    rows = list(zip(*batch, strict=True))
-    by_hand, *means_by_hand = learn(args, weights, all_weights[-1], centers, rows)
-    np.testing.assert_allclose(grad, by_hand, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(means, means_by_hand, rtol=1e-4)
-
-
 @pytest.mark.parametrize("env_id", list(SCALE))
-def test_three_updates_by_hand(td, env_id):
+def test_three_updates_by_hand(td, env_id, moon):
     """Gymnasium steps, NumPy learns: what ends, what is drawn, Adam, its schedule, the sums."""
-    args = parse(
-        td,
-        f"--env-id {env_id} --num-envs 3 --batch-size 3 --total-timesteps 9 --num-centers 9"
-        " --sigma 0.8 --gamma 0.9",
-        epsilon=0.4,
-    )
-    env, rng = gymnasium.make(env_id), np.random.default_rng(0)
-    state = place(td.init_state(args, 5, 0.1), STARTS[env_id], TIMES[env_id])
+    flags = "--num-envs 3 --batch-size 3 --total-timesteps 9 --num-centers 9 --sigma 0.8"
+    args = parse(td, f"{flags} --gamma 0.9 --env-id {env_id}", epsilon=0.4)
+    env = moon if env_id == "CartPole-v1" else gymnasium.make(env_id)
+    rng = np.random.default_rng(0)
+    state = td.init_state(args, 5, 0.1)
+    assert len(np.unique(state.obs, axis=0)) == 3
+    time = np.array([7, LIMIT[env_id] - 1, 7])
+    state, total = place(state, STARTS[env_id], time), time.copy()
     weights, averaged = rng.normal(size=(2, *state.weights.shape))
     state = state._replace(weights=jnp.array(weights))
     if td is not parallel_td:
         state = state._replace(target_weights=jnp.array(averaged))
     train_step = jax.jit(partial(td.train_step, args))
-    time, total, m, v, ring, sums = np.array(TIMES[env_id]), np.array(TIMES[env_id]), 0, 0, {}, 0
+    m, v, ring, sums = 0, 0, {}, 0
     uniform, action = np.array([0.3, 0.5, 0.9]), np.array([1, 0, 0])
     for n in [1, 2, 3]:
         before, rows, finished = np.array(state.obs), [], []
@@ -152,13 +137,14 @@ def test_three_updates_by_hand(td, env_id):
             next_obs, reward, terminated = gymnasium_step(env, obs, chosen)
             rows.append((obs, chosen, reward, next_obs, terminated))
             time[i], total[i] = time[i] + 1, total[i] + reward
-            over = terminated or time[i] == TIMES[env_id][1] + 1
-            if over:
+            if terminated or time[i] == LIMIT[env_id]:
                 finished.append(total[i])
                 time[i] = total[i] = 0
+                assert env is not moon or state.obs[i, 0] == 0.5  # the next episode's start
             else:
                 np.testing.assert_allclose(state.obs[i], next_obs, rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(state.env_state.time, time)
+        assert n > 1 or len(finished) == 2
         if td is not parallel_td:
             ring |= {3 * (n - 1) + i: row for i, row in enumerate(rows)}
             rows = [ring[int(u * 3 * n)] for u in batch_uniform]
@@ -173,42 +159,13 @@ def test_three_updates_by_hand(td, env_id):
             np.testing.assert_allclose(state.target_weights, averaged, rtol=1e-3, atol=1e-4)
         sums += np.array([len(finished), sum(finished), 1, *means])
         np.testing.assert_allclose(state.metrics, sums, rtol=1e-3)
-        if n == 1:
-            assert len(finished) == 2
     after, _ = train_step(state, draws_of(td, args, uniform, action, batch_uniform))
     np.testing.assert_allclose(after.weights, state.weights, atol=1e-7)  # the rate is 0 now
 
 
-@pytest.mark.parametrize("on_the_moon", [False, True])
-def test_targets_of_a_terminated_a_truncated_and_an_ordinary_step(td, on_the_moon, monkeypatch):
-    """Only what terminated has no successor; the successor is never the next episode's start."""
-    env, limit, x = gymnasium.make("CartPole-v1"), 500, 0.0
-    if on_the_moon:
-        fly_to_the_moon(td, monkeypatch)
-        env.unwrapped.gravity, limit, x = 5.0, 20, 0.5
-    state = td.init_state(parse(td, "--num-envs 3"), 0, 0.1)
-    assert np.abs(state.obs[:, 0] - x).max() <= 0.05 and len(np.unique(state.obs[:, 2])) == 3
-    starts = STARTS["CartPole-v1"]
-    state = place(state, starts, [7, limit - 1, 7])
-    draws = jax.random.split(jax.random.key(0), 3), jnp.ones(3), jnp.zeros(3, int)
-    after, (transition, done, returns) = td.vector_step(parse(td, "--num-envs 3"), state, draws)
-    np.testing.assert_array_equal(transition.terminated, [True, False, False])
-    np.testing.assert_array_equal(done, [True, True, False])
-    np.testing.assert_array_equal(returns, [8, limit, 0])
-    np.testing.assert_array_equal(after.episode_return, [0, 0, 8])
-    assert np.abs(after.obs[:2, 0] - x).max() <= 0.05  # the next episode
-    for obs, next_obs in zip(starts, transition.next_obs, strict=True):
-        np.testing.assert_allclose(next_obs, gymnasium_step(env, obs, 0)[0], rtol=1e-5)
-
-
-@pytest.mark.parametrize("on_the_moon", [False, True])
-def test_evaluation_is_one_whole_greedy_episode_from_each_start(td, on_the_moon, monkeypatch):
-    """Weights that push to where the pole leans, also if training explores always."""
-    env, seen, limit = gymnasium.make("CartPole-v1"), [], 500
-    if on_the_moon:
-        fly_to_the_moon(td, monkeypatch)
-        env.unwrapped.gravity, limit = 5.0, 20
-    args = parse(td, "--num-centers 2 --eval-episodes 9 --num-envs 2", epsilon=1.0)
+def test_evaluation_is_one_whole_greedy_episode_from_each_start(td, moon, monkeypatch):
+    """Weights that push to where the pole leans, although training explores always."""
+    args, seen = parse(td, "--num-centers 2 --eval-episodes 9 --num-envs 2", epsilon=1.0), []
     centers = np.array([[0, 0], [0, 0], [0.5, -0.5], [0, 0]], np.float32)
     weights = np.array([[0, 1], [1, 0]], np.float32)
     q_values = td.q_values
@@ -221,55 +178,50 @@ def test_evaluation_is_one_whole_greedy_episode_from_each_start(td, on_the_moon,
     state = td.init_state(args, 0, 0.1)._replace(centers=centers, weights=weights)
     returns = jax.jit(partial(td.evaluate, args))(state)
     jax.effects_barrier()
+    limit = LIMIT["CartPole-v1"]
     assert len(seen) == limit and len(np.unique(seen[0][:, 2])) == 9
-    assert np.all(np.abs(seen[0][:, 0]) <= 0.05) or (on_the_moon and np.all(seen[0][:, 0] == 0.5))
+    np.testing.assert_array_equal(seen[0][:, 0], 0.5)
     for i, episode_return in enumerate(returns):
         for t in range(limit):
             phi = features(SCALE["CartPole-v1"], args.sigma, centers, seen[t][i])
-            next_obs, _, terminated = gymnasium_step(env, seen[t][i], np.argmax(phi @ weights))
+            next_obs, _, terminated = gymnasium_step(moon, seen[t][i], np.argmax(phi @ weights))
             if terminated or t + 1 == limit:
                 break
             np.testing.assert_allclose(seen[t + 1][i], next_obs, rtol=1e-4, atol=1e-5)
         assert episode_return == t + 1
-    assert on_the_moon or len(np.unique(returns)) > 1
+    assert min(returns) < max(returns) == limit
 
 
 def test_chunks_draw_fresh_numbers_and_report_means(td, monkeypatch):
     """Two chunks of 20 updates: no number is drawn twice, and the sums start anew."""
     args = parse(td, "--num-envs 4 --batch-size 4 --num-centers 3 --total-timesteps 160")
-    seen, times, train_step = [], [], td.train_step
-
-    def record(keys, *draws, time):
-        seen.append([keys, *draws])
-        times.append(time)
+    seen, train_step = [], td.train_step
 
     def spy(args, state, draws):
         state, nothing = train_step(args, state, draws)
-        draws = sorted(draws, key=lambda leaf: not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-        keys = jax.random.key_data(draws[0])
-        jax.debug.callback(record, keys, *draws[1:], time=state.env_state.time)
+        *batch_uniform, keys, uniform, action = draws
+        numbers = jax.random.key_data(keys), uniform, action, state.env_state.time, *batch_uniform
+        jax.debug.callback(lambda *numbers: seen.append(numbers), *numbers)
         return state, nothing
 
     monkeypatch.setattr(td, "train_step", spy)
     chunk = jax.jit(partial(td.train_chunk, args, 20))
     state = td.init_state(args, 0, 0.1)
-    for _ in range(2):
-        before, _ = state, times.clear()
+    for n in [20, 40]:
+        before = np.sum(state.env_state.time)
         state, means = chunk(state)
         jax.effects_barrier()
+        assert len(seen) == n
         episodes, returns, updates, td_error, q_value = np.array(state.metrics)
-        assert episodes == sum(np.sum(time == 0) for time in times) > 0
-        assert returns == 80 - np.sum(state.env_state.time) + np.sum(before.env_state.time)
-        assert updates == 20
+        assert episodes == sum(np.sum(step[3] == 0) for step in seen[n - 20 :]) > 0
+        assert (returns, updates) == (80 - np.sum(state.env_state.time) + before, 20)
         by_hand = [returns / episodes, td_error / 20, q_value / 20]
         np.testing.assert_allclose(means, by_hand, rtol=1e-6)
-    keys, *draws = (
-        np.concatenate([np.atleast_2d(x) for x in xs]) for xs in zip(*seen, strict=True)
-    )
+    keys, uniform, action, _, *batch_uniform = map(np.stack, zip(*seen, strict=True))
     assert len(np.unique(keys.reshape(-1, 2), axis=0)) == 160
-    for draw in draws[:-1]:
+    for draw in [uniform, *batch_uniform]:
         assert len(np.unique(draw)) == 160 and draw.min() < 0.1 and draw.max() > 0.9
-    assert 50 < draws[-1].sum() < 110 and draws[-1].max() == 1
+    assert 50 < action.sum() < 110 and action.max() == 1
     assert state.opt_state[0].count == args.learning_updates == 40
 
 
@@ -287,10 +239,9 @@ def test_no_key_is_used_twice(td):
 
 def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys):
     """Bit for bit. The printed lines say what is saved, and no line comes late."""
-    flags = "--num-envs 32 --total-timesteps 1001 --log-interval 100 --eval-episodes 5".split()
-    if td is not parallel_td:
-        flags += ["--learning-starts", "200"]
-    flags += ["--num-centers", "50", "--save"]
+    few = "--num-envs 32 --total-timesteps 1101 --log-interval 100 --eval-episodes 5"
+    few += "" if td is parallel_td else " --learning-starts 200"
+    flags = [*few.split(), "--num-centers", "50", "--save"]
     td.main([*flags, f"{tmp_path}/1", "--seed", "3", "--learning-rate", "0.05"])
     capsys.readouterr()
     td.main([*flags, f"{tmp_path}/8", "--num-seeds", "4", "--learning-rate", "0.05", "0.0005"])
@@ -300,7 +251,7 @@ def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys):
     for name in ["returns", "td_error", "q_value"]:
         np.testing.assert_array_equal(among[name][:, 3], alone[name][:, 0], err_msg=name)
     np.testing.assert_array_equal(among["seed"], [0, 1, 2, 3] * 2)
-    np.testing.assert_array_equal(among["timesteps"], [*range(128, 1001, 128), 1024])
+    np.testing.assert_array_equal(among["timesteps"], [*range(128, 1101, 128), 1120])
     printed = capsys.readouterr().out
     steps = re.findall(r"step ([\d,]+)  return (\S+)  td_error (\S+)  q_value (\S+)", printed)
     assert [int(line[0].replace(",", "")) for line in steps] == among["timesteps"].tolist()
@@ -316,7 +267,6 @@ def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys):
         assert worst == f"{means.min():.1f}"
 
 
-@pytest.mark.parametrize("td", [parallel_td, epsilon_decay_td], indirect=True)
 def test_learns_and_the_saved_weights_balance_gymnasiums_pole(td, tmp_path, capsys):
     """Gymnasium plays what is saved, without anything from the script, as well as is printed."""
     flags = "--seed 2 --total-timesteps 60000 --log-interval 30000 --num-centers 200".split()
