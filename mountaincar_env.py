@@ -28,6 +28,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from functools import partial
 
@@ -243,7 +244,7 @@ def rollout(args, num_blocks, chunk_index, state):
 
 
 def catch_signals():
-    """Collect Ctrl-C and SIGTERM in a list. A second one of them ends the process at once."""
+    """Collect Ctrl-C and SIGTERM in a list. The same signal again ends the process."""
     caught = []
 
     def handler(signum, frame):
@@ -306,8 +307,9 @@ def main(argv=None):
     kept = []
     for i, step in enumerate(timesteps):
         state, report, transitions = programs[chunks[i]](i, state)
-        while not report[0].is_ready():
-            time.sleep(1e-4)  # in Python, which handles Ctrl-C; while jax waits, it does not
+        waiting = threading.Thread(target=jax.block_until_ready, args=[report])
+        waiting.start()
+        waiting.join()  # Python handles Ctrl-C while it waits for a thread, but not inside of jax
         kept.append(process_allgather(transitions, tiled=True))
         episodes, goal_fraction, mean_return = map(np.array, report)
         speed = step / (time.perf_counter() - began) / 1e6

@@ -30,6 +30,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from functools import cache, partial
 from typing import NamedTuple
@@ -282,13 +283,14 @@ def over_runs(function, num_devices, **jit_options):
 
 def gather(tree, num_runs):
     """Copy the arrays of all runs, in all processes, to the host. Cut the surplus runs off."""
-    while not all(array.is_ready() for array in jax.tree.leaves(tree)):
-        time.sleep(1e-4)  # in Python, which handles Ctrl-C; while jax waits, it does not
+    waiting = threading.Thread(target=jax.block_until_ready, args=[tree])
+    waiting.start()
+    waiting.join()  # Python handles Ctrl-C while it waits for a thread, but not inside of jax
     return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
 
 
 def catch_signals():
-    """Collect Ctrl-C and SIGTERM in a list. A second one of them ends the process at once."""
+    """Collect Ctrl-C and SIGTERM in a list. The same signal again ends the process."""
     caught = []
 
     def handler(signum, frame):

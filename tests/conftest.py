@@ -18,6 +18,7 @@ SCRIPTS = [
 ]
 USER_ENV = dict(os.environ)  # before a script that a test imports writes its settings into it
 
+pytest.register_assert_rewrite("td_tests")
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault("XLA_FLAGS", "")  # or the first script imported would decide for all

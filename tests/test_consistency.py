@@ -14,7 +14,7 @@ from conftest import ROOT, SCRIPTS
 TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
 TREE = {name: ast.parse(text) for name, text in TEXT.items()}
 PARALLEL, REPLAY, DECAY, GRID, CAR, REINFORCE = SCRIPTS
-CEILING = {PARALLEL: 397, REPLAY: 426, DECAY: 436, GRID: 333, CAR: 330, REINFORCE: 405}
+CEILING = {PARALLEL: 400, REPLAY: 430, DECAY: 440, GRID: 335, CAR: 335, REINFORCE: 410}
 # Lines that diff marks with < or >.
 DIFF_BUDGET = {(PARALLEL, REPLAY): 75, (REPLAY, DECAY): 30}
 

@@ -4,8 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from td_tests import *  # noqa: F403  (what all three linear learners must pass)
 
-import epsilon_decay_td as td
+import epsilon_decay_td
+
+
+@pytest.fixture
+def td():
+    return epsilon_decay_td
 
 
 @pytest.mark.parametrize(
@@ -18,7 +24,7 @@ import epsilon_decay_td as td
         (0.99999999, [0, 10**8], [1, 0.36787944]),  # float32 would round the decay to 1
     ],
 )
-def test_schedule_by_hand(decay, steps, by_hand):
+def test_schedule_by_hand(td, decay, steps, by_hand):
     args = td.parse_args(["--end-e", "0.01", "--epsilon-decay", str(decay)])
     epsilon = jax.jit(lambda steps: td.epsilon(args, steps))(jnp.array(steps))
     np.testing.assert_allclose(epsilon, by_hand, rtol=1e-4)
@@ -26,7 +32,7 @@ def test_schedule_by_hand(decay, steps, by_hand):
     assert td.epsilon(half, 0) == 0.5
 
 
-def test_first_steps_explore_as_the_schedule_says():
+def test_first_steps_explore_as_the_schedule_says(td):
     """1,000 evenly spread uniform numbers: epsilon is the fraction that explores.
 
     Action 0 is greedy, since all values are 0; action 1 is the random one. Epsilon is 1 in the

@@ -3,11 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from td_tests import *  # noqa: F403  (what all three linear learners must pass)
 
-import parallel_td as td
+import parallel_td
 
 
-def test_updates_learn_from_exactly_their_batch(monkeypatch):
+@pytest.fixture
+def td():
+    return parallel_td
+
+
+def test_updates_learn_from_exactly_their_batch(td, monkeypatch):
     """Three vector steps of four environments, all with the weights from before the update."""
     args = td.parse_args("--num-envs 4 --batch-size 9 --num-centers 2 --epsilon 0".split())
     assert (args.batch_steps, args.update_timesteps) == (3, 12)
@@ -33,7 +40,7 @@ def test_updates_learn_from_exactly_their_batch(monkeypatch):
     assert np.abs(after.weights - before.weights).min() > 0.01
 
 
-def test_jax_issue_39103():
+def test_jax_issue_39103(td):
     rows = jnp.stack((jnp.arange(32_769.0), jnp.zeros(32_769), jnp.zeros(32_769)), axis=1)
     last = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(rows)[-1]
     assert last == 32_768.0**2, "jax issue 39103: this one miscompiles on a CPU, use the pinned one"

@@ -30,15 +30,11 @@ def test_no_key_is_used_twice():
         jax.jit(lambda state: rp.evaluate(args, rp.train_chunk(args, 2, state)[0])).trace(state)
 
 
-def test_actions_follow_their_distribution():
-    """Frequencies of 100,000 draws against probabilities, and log_prob against both."""
+def test_continuous_actions_follow_their_distribution():
+    """100,000 draws against mean and standard deviation, log_prob against SciPy's."""
     rng, obs = np.random.default_rng(0), jnp.array([0.1, -0.4, 0.7])
     params = {"w0": rng.normal(size=(3, 8)), "b0": rng.normal(size=8)}
     params |= {"w1": rng.normal(size=(8, 4)) / 4, "b1": rng.normal(size=4) / 4}
-    probability = np.exp([rp.log_prob(params, obs, jnp.array(action)) for action in range(4)])
-    noise = jax.random.gumbel(jax.random.key(0), (100_000, 4))
-    frequency = np.bincount(rp.sample(params, obs, noise)) / 100_000
-    np.testing.assert_allclose(frequency, probability, atol=0.008)
     params["log_std"] = np.log([0.5, 1.5, 2.0, 0.7])
     draws = rp.sample(params, obs, jax.random.normal(jax.random.key(1), (100_000, 4)))
     mean, std = rp.policy(params, obs), np.exp(params["log_std"])
@@ -72,21 +68,25 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
 
 @pytest.fixture(scope="module", params=["CartPole-v1", "Pendulum-v1"])
 def played(request):
-    """Arguments, parameters, a batch of 4 episodes; Pendulum's, all of 200 steps, cut by hand."""
+    """Arguments, parameters, a batch of 16 episodes; Pendulum's, all of 200 steps, cut by hand."""
     args = rp.parse_args(["--env-id", request.param, "--gamma", "0.9", "--hidden-size", "8"])
     params = rp.init_state(args, 0, 0.01).params
-    play = jit(partial(rp.play, args, num_envs=4, noise_scale=1.0))
+    params["b1"] += 2.0 * np.arange(len(params["b1"]))  # action 1 more often than 0
+    play = jit(partial(rp.play, args, num_envs=16, noise_scale=1.0))
     batch = jax.tree.map(np.asarray, play(params, jax.random.key(0))[0])
     if request.param == "Pendulum-v1":
-        assert batch.mask.shape == (200, 4) and batch.mask.all()
-        batch = batch._replace(mask=np.arange(200)[:, None] < [1, 200, 117, 50])
+        assert batch.mask.shape == (200, 16) and batch.mask.all()
+        batch = batch._replace(mask=np.arange(200)[:, None] < np.linspace(1, 200, 16))
     return args, params, batch
 
 
-def test_steps_and_ends_are_gymnasiums(played):
+def test_actions_are_the_policys_and_steps_are_gymnasiums(played):
     """Each step again there, from the observation; a torque is clipped and scaled to [-2, 2]."""
-    args, _, batch = played
+    args, params, batch = played
     pendulum = args.env_id == "Pendulum-v1"
+    outputs = rp.policy(params, batch.obs)
+    mean = outputs if pendulum else jax.nn.softmax(outputs)[..., 1]
+    assert abs(np.mean(batch.action - mean)) < 0.03  # 0.04 with normal noise, 0.6 with Gumbel's
     action = 2 * np.clip(batch.action, -1, 1) if pendulum else batch.action
     space = rp.make(args.env_id)[0].action_space()
     np.testing.assert_allclose(rp.to_bounds(space, batch.action), action, atol=1e-6)
@@ -106,7 +106,7 @@ def test_steps_and_ends_are_gymnasiums(played):
 def test_advantages_equal_a_loop_in_numpy(played):
     """Return to go minus the mean of the others'. Equal returns give exactly 0."""
     args, _, batch = played
-    returns = np.zeros((len(batch.mask) + 1, 4))
+    returns = np.zeros((len(batch.mask) + 1, 16))
     expected = np.zeros(batch.mask.shape)
     for t, i in np.argwhere(batch.mask)[::-1]:
         returns[t, i] = batch.reward[t, i] + 0.9 * returns[t + 1, i]  # 0 after the end
@@ -176,7 +176,7 @@ def replay(args, play, gradient, seed, rate):
 
 
 def test_the_report_is_that_of_an_independent_replay(tmp_path, capsys, monkeypatch):
-    """With --sync truncation; replaced parameters of the environment rule all of it."""
+    """Of updates with --sync truncation; replaced parameters of the environment rule all of it."""
     drawn, animated = [], []
     monkeypatch.setattr(rp, "plot", lambda *call: drawn.extend(call))
     monkeypatch.setattr(rp, "animate", lambda *call: animated.extend(call))
@@ -216,7 +216,6 @@ def test_the_report_is_that_of_an_independent_replay(tmp_path, capsys, monkeypat
 
 
 def test_learns_and_the_policy_balances_gymnasiums_pole(tmp_path):
-    """One line for all updates; episodes are padded, as by default."""
     rp.main(f"--seed 6 --log-interval 1e9 --save {tmp_path / 'run.npz'}".split())
     saved, env = np.load(tmp_path / "run.npz"), gymnasium.make("CartPole-v1")
     weights = {name: saved[name][0] for name in ["w0", "b0", "w1", "b1"]}

@@ -6,8 +6,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from td_tests import *  # noqa: F403  (what all three linear learners must pass)
 
-import replay_td as td
+import replay_td
+
+
+@pytest.fixture
+def td():
+    return replay_td
+
 
 SMALL = "--num-envs 4 --buffer-size 10 --learning-starts 1 --num-centers 3 --batch-size 2".split()
 # What one train_step takes: the ends of the ring are drawn, and all actions are greedy.
@@ -15,7 +23,7 @@ ENDS = jnp.array([0, np.nextafter(np.float32(1), np.float32(0))])
 DRAWS = ENDS, jax.random.split(jax.random.key(0), 4), jnp.ones(4), jnp.zeros(4, int)
 
 
-def test_ring_equals_a_deque_and_all_of_it_is_drawn(monkeypatch):
+def test_ring_equals_a_deque_and_all_of_it_is_drawn(td, monkeypatch):
     """A size that is no multiple of the environments: writes wrap around in the middle."""
     args, drawn = td.parse_args(SMALL), []
     state, model = td.init_state(args, 0, 0.01), deque(maxlen=10)
@@ -45,7 +53,7 @@ def test_ring_equals_a_deque_and_all_of_it_is_drawn(monkeypatch):
         np.testing.assert_array_equal(drawn[-1], ends)
 
 
-def test_warm_up_leaves_weights_and_moments_at_zero_and_the_schedule_ends_with_the_run():
+def test_warm_up_leaves_weights_and_moments_at_zero_and_the_schedule_ends_with_the_run(td):
     """Of five vector steps the first two only collect; the rate falls in the other three."""
     args = td.parse_args([*SMALL, "--learning-starts", "11", "--total-timesteps", "20"])
     assert (args.total_updates, args.learning_updates) == (5, 3)
@@ -64,7 +72,7 @@ def test_warm_up_leaves_weights_and_moments_at_zero_and_the_schedule_ends_with_t
     np.testing.assert_allclose(after.weights, state.weights, atol=1e-7)  # the rate is 0 now
 
 
-def test_the_ring_is_updated_in_place():
+def test_the_ring_is_updated_in_place(td):
     """Temporary memory of a compiled chunk does not grow with the ring, which is aliased."""
     temporary = []
     for size in 20_000, 200_000:

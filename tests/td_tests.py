@@ -1,4 +1,8 @@
-"""The three linear learners against NumPy, numbers worked out by hand, and Gymnasium."""
+"""The tests that the three linear learners share: NumPy, numbers by hand, and Gymnasium.
+
+test_parallel_td.py, test_replay_td.py and test_epsilon_decay_td.py import and run them: the fixture
+`td` is the script.
+"""
 
 import dataclasses
 import re
@@ -14,7 +18,6 @@ from gymnax.environments.classic_control.cartpole import CartPole
 
 import epsilon_decay_td
 import parallel_td
-import replay_td
 
 SCALE = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
 # Three starts: one step before the end, one step before the time limit, and on the way.
@@ -23,11 +26,6 @@ STARTS = {
     "MountainCar-v0": [[0.49, 0.05], [-0.5, 0.01], [-0.5, 0.01]],
 }
 LIMIT = {"CartPole-v1": 60, "MountainCar-v0": 200}  # on the moon, see below
-
-
-@pytest.fixture(params=[parallel_td, replay_td, epsilon_decay_td], ids=lambda td: td.__name__)
-def td(request):
-    return request.param
 
 
 def parse(td, flags, epsilon=0.1):
