@@ -122,7 +122,7 @@ def parse_args(argv=None):
     add("--num-centers", type=count, default=500, help="number of radial basis features")
     add("--sigma", type=number(float, 1e-3, 1e3), default=0.5, help="width of the features")
     add("--eval-episodes", type=count, default=100, help="greedy episodes after training")
-    add("--log-interval", type=steps, default=20_000, help="environment steps per progress line")
+    add("--log-interval", type=steps, default=10_000, help="environment steps per progress line")
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
     add("--save", type=output_file, metavar="FILE.npz", help="write weights, curves, arguments")
     add("--plot", type=output_file, metavar="FILE.png", help="draw the learning curve of each run")

@@ -116,6 +116,7 @@ def test_three_updates_by_hand(td, env_id, moon):
     rng = np.random.default_rng(0)
     state = td.init_state(args, 5, 0.1)
     assert len(np.unique(state.obs, axis=0)) == 3
+    assert env is not moon or np.all(state.obs[:, 0] == 0.5)
     time = np.array([7, LIMIT[env_id] - 1, 7])
     state, total = place(state, STARTS[env_id], time), time.copy()
     weights, averaged = rng.normal(size=(2, *state.weights.shape))
@@ -235,8 +236,15 @@ def test_no_key_is_used_twice(td):
         jax.jit(whole_run)(0)
 
 
-def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys):
-    """Bit for bit. The printed lines say what is saved, and no line comes late."""
+def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys, monkeypatch):
+    """Bit for bit. The printed lines say what is saved. The last one covers fewer updates."""
+    sizes, train_chunk = set(), td.train_chunk
+
+    def spy(args, num_updates, state):
+        sizes.add(int(num_updates))
+        return train_chunk(args, num_updates, state)
+
+    monkeypatch.setattr(td, "train_chunk", spy)
     few = "--num-envs 32 --total-timesteps 1101 --log-interval 100 --eval-episodes 5"
     few += "" if td is parallel_td else " --learning-starts 200"
     flags = [*few.split(), "--num-centers", "50", "--save"]
@@ -250,6 +258,7 @@ def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys):
         np.testing.assert_array_equal(among[name][:, 3], alone[name][:, 0], err_msg=name)
     np.testing.assert_array_equal(among["seed"], [0, 1, 2, 3] * 2)
     np.testing.assert_array_equal(among["timesteps"], [*range(128, 1101, 128), 1120])
+    assert sizes == {4, 3}  # of 32 steps each
     printed = capsys.readouterr().out
     steps = re.findall(r"step ([\d,]+)  return (\S+)  td_error (\S+)  q_value (\S+)", printed)
     assert [int(line[0].replace(",", "")) for line in steps] == among["timesteps"].tolist()
