@@ -11,10 +11,10 @@
     epsilon = max(end_e, start_e epsilon_decay^t)    in vector step t = 0, 1, ...
 
 The features phi are radial basis functions with random centers c_i (Sutton & Barto 2018, section
-9.5.5). A ring buffer keeps the last C transitions. After each vector step, B of them are drawn at
-random (Lin 1992) for one Adam step on the mean squared TD error, so that a batch does not consist
-of neighbors in time. The target Q' uses a running average of the weights, w' <- w' + tau (w - w')
-(Lillicrap et al. 2016, section 3), so that it does not follow every single update. No gradient
+9.5.5). A ring buffer keeps the last C transitions. After each vector step (one step of all N
+environments), B random ones give one Adam step on the mean squared TD error (Lin 1992): they are
+less correlated than successive ones. The weights of Q' are a running average, which changes more
+slowly: w' <- w' + tau (w - w') (Lillicrap et al. 2016, section 3). No gradient
 flows through the target: this is semi-gradient Q-learning (section 11.1). A terminal state cuts
 the bootstrap, a time limit does not (Pardo et al. 2018). The learning rate falls linearly to 0,
 so that the weights settle; the last weights are the result.
@@ -22,9 +22,8 @@ so that the weights settle; the last weights are the result.
     python epsilon_decay_td.py                                    # one run
     python epsilon_decay_td.py --num-seeds 20 --plot curve.png    # twenty, in one compiled program
 
-Shapes: R runs, K progress lines, U updates, C transitions in the ring, N environments,
-B transitions in a batch, E evaluation episodes, D observation dimensions, F features,
-A actions.
+Shapes: R runs, K progress lines, U updates, T steps, C transitions in the ring, N environments,
+B transitions in a batch, E evaluation episodes, D observation dimensions, F features, A actions.
 """
 
 import argparse
@@ -55,13 +54,13 @@ from jax.experimental.multihost_utils import process_allgather
 # What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
 OBS_SCALE = {
     "CartPole-v1": [2.4, 3.0, 0.2, 3.0],  # m, m/s, rad, rad/s: the limits, and usual speeds
-    "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: half the top speeds
+    "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: about half the limits
     "MountainCar-v0": [1.2, 0.07],  # length: the left wall; length/step: the top speed
 }
 COMPILER_OPTIONS = {
     "xla_backend_optimization_level": 1,  # compiles in two thirds of the time, runs as fast
     "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.5 times as fast
-    # Do not split small arrays among threads, nor call jax 0.11's slower library for products.
+    # Do not split small arrays among threads. Do not use jax 0.11's slow matrix library.
     "xla_disable_hlo_passes": "cpu-parallel-task-assigner,dot-library-rewriter",
 }
 
@@ -70,7 +69,7 @@ COMPILER_OPTIONS = {
 def make(env_id):
     """Make an environment and its parameters. To change either, change it here."""
     env, env_params = gymnax.make(env_id)
-    # As NumPy arrays: a program that .compile() made cannot hold JAX arrays as constants.
+    # NumPy arrays, because a program made by .compile() cannot hold JAX arrays as constants.
     return env, jax.tree.map(np.asarray, env_params)
 
 
@@ -88,7 +87,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check an argparse value: a file that can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be written. Opening it is the only sure test."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -106,19 +105,19 @@ def parse_args(argv=None):
     unit = number(float, 0, 1)
     add("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
-    add("--num-seeds", type=count, default=1, help="number of runs, spread over all devices")
+    add("--num-seeds", type=count, default=1, help="runs per learning rate, spread over devices")
     add("--total-timesteps", type=steps, default=200_000, help="environment steps per run")
     add("--num-envs", type=count, default=16, help="environments stepped in lockstep")
-    add("--buffer-size", type=count, default=100_000, help="transitions kept")
+    add("--buffer-size", type=count, default=100_000, help="capacity of the ring, in transitions")
     add("--learning-starts", type=count, default=1_000, help="transitions before the first update")
     add("--batch-size", type=count, default=32, help="transitions per update")
-    add("--tau", type=unit, default=0.01, help="step of the running average of the weights")
-    text = "initial step size of Adam, falls to 0; several values: a run for each value and seed"
+    add("--tau", type=unit, default=0.01, help="step size of the target's running average")
+    text = "initial step size of Adam, falls to 0; several values: each one runs with each seed"
     add("--learning-rate", type=unit, default=[0.03], nargs="+", help=text)
     add("--gamma", type=unit, default=0.99, help="discount factor")
     add("--start-e", type=unit, default=1.0, help="initial probability of a random action")
     add("--end-e", type=unit, default=0.2, help="final probability of a random action")
-    add("--epsilon-decay", type=unit, default=0.999, help="factor per vector step")
+    add("--epsilon-decay", type=unit, default=0.999, help="factor on epsilon per vector step")
     add("--num-centers", type=count, default=500, help="number of radial basis features")
     add("--sigma", type=number(float, 1e-3, 1e3), default=0.5, help="width of the features")
     add("--eval-episodes", type=count, default=100, help="greedy episodes after training")
@@ -143,12 +142,12 @@ class Transition(NamedTuple):
     obs: jax.Array  # (D,)
     action: jax.Array
     reward: jax.Array
-    next_obs: jax.Array  # (D,) true successor, also where the episode ended
-    terminated: jax.Array  # true in a terminal state, false at a time limit
+    next_obs: jax.Array  # (D,) before the reset, if the episode ended
+    terminated: jax.Array  # true if next_obs is terminal; false at a time limit
 
 
 class TrainState(NamedTuple):
-    """All that changes during a run."""
+    """The state of one run."""
 
     key: jax.Array
     learning_rate: jax.Array  # initial value
@@ -159,7 +158,7 @@ class TrainState(NamedTuple):
     env_state: gymnax.EnvState  # (N,)
     obs: jax.Array  # (N, D)
     episode_return: jax.Array  # (N,) so far
-    metrics: jax.Array  # (5,) sums: episodes, their returns, updates, TD errors, Q-values
+    metrics: jax.Array  # (5,) sums since the last line: episodes, returns, updates, |TD error|, Q
     buffer: Transition  # (C,) a ring
     written: jax.Array  # transitions written so far
 
@@ -210,13 +209,13 @@ def q_values(args, weights, centers, obs):
 
 
 def epsilon(args, vector_steps):
-    """Probability of a random action after so many vector steps."""
+    """Probability of a random action after this many vector steps."""
     log_decay = math.log(max(args.epsilon_decay, 1e-38))  # float32 rounds 0.99999999 to 1
     return jnp.maximum(args.end_e, args.start_e * jnp.exp(vector_steps * log_decay))
 
 
 def vector_step(args, state, draws):
-    """Step N environments epsilon-greedily. Return also which ended, and with which return."""
+    """Step N environments epsilon-greedily. Also return transitions, done, and returns if done."""
     env, env_params = make(args.env_id)
     keys, uniform, random_action = draws  # (N,)
     greedy = jnp.argmax(q_values(args, state.weights, state.centers, state.obs), axis=1)
@@ -245,7 +244,7 @@ def td_loss(args, weights, target_weights, centers, batch):
 
 
 def train_step(args, state, draws):
-    """Write the transitions of one vector step into the ring, learn from a batch drawn from it."""
+    """Store the transitions of one vector step in the ring, then learn from a random batch."""
     batch_uniform, *step_draws = draws  # (B,); (N,) each
     state, (transitions, done, returns) = vector_step(args, state, step_draws)
     slots = (state.written + jnp.arange(args.num_envs)) % args.buffer_size
@@ -257,7 +256,7 @@ def train_step(args, state, draws):
     grad, means = gradient(args, state.weights, state.target_weights, state.centers, batch)
     updates, opt_state = optimizer(args, state.learning_rate).update(grad, state.opt_state)
     weights = optax.apply_updates(state.weights, updates)
-    # During the warm-up the optimizer waits too. A lax.cond would copy the state under vmap.
+    # The warm-up keeps weights and optimizer as they are. Under vmap, lax.cond runs both branches.
     learns = written >= args.learning_starts
     weights = jnp.where(learns, weights, state.weights)
     opt_state = jax.tree.map(partial(jnp.where, learns), opt_state, state.opt_state)
@@ -269,7 +268,7 @@ def train_step(args, state, draws):
 
 
 def train_chunk(args, num_updates, state):
-    """Train up to the next progress line. Return the state and the means that it shows."""
+    """Train up to the next progress line. Return the state and the means for that line."""
     env, _ = make(args.env_id)
     key, key_batch, key_step, key_uniform, key_action = jax.random.split(state.key, 5)
     shape = (num_updates, args.num_envs)  # (U, N)
@@ -312,7 +311,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma is off because the check rejects gymnax's loops. Runs do not communicate anyway.
+    # check_vma is off: it rejects some loops, such as gymnax's. Runs do not communicate anyway.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -357,7 +356,7 @@ def plot(path, learning_rate, timesteps, returns):
 
 
 def main(argv=None):
-    """Train, evaluate and report. Returns the exit code."""
+    """Train, evaluate and report. Return the exit code."""
     args = parse_args(argv)
     make(args.env_id)  # here, since some environments cannot be made inside of jit
     sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
@@ -369,7 +368,7 @@ def main(argv=None):
     num_runs = len(seed)
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    filled = num_devices * per_device  # surplus runs fill the last device
+    filled = num_devices * per_device  # surplus runs fill up the devices
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"{args.env_id}, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 

@@ -15,8 +15,8 @@ where d is the number of steps of the shortest path to the goal that begins with
     python gridworld_qlearning.py                                    # one agent
     python gridworld_qlearning.py --num-seeds 1024 --plot grid.png   # in one compiled program
 
-Shapes: R runs (agents), K progress lines, T steps, H rows, W columns, S = H * W cells numbered row
-by row, A actions.
+Shapes: R runs (agents), K progress lines, H rows, W columns, S = H * W cells numbered row by row,
+A actions.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check an argparse value: a file that can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be written. Opening it is the only sure test."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -90,12 +90,12 @@ def parse_args(argv=None):
     unit = number(float, 0, 1)
     side = number(int, 2, 1e3)
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
-    text = "number of runs (agents), spread over all devices"
+    text = "runs (agents) per learning rate, spread over devices"
     add("--num-seeds", type=count, default=1, help=text)
     text = "environment steps per run, rounded up to thousands"
     add("--total-timesteps", type=steps, default=1_000_000, help=text)
     add("--grid-size", type=side, default=[8, 12], nargs=2, help="numbers of rows and columns")
-    text = "step size alpha; several values: a run for each value and seed"
+    text = "step size alpha; several values: each one runs with each seed"
     add("--learning-rate", type=unit, default=[0.1], nargs="+", help=text)
     add("--gamma", type=unit, default=0.9, help="discount factor")
     add("--epsilon", type=unit, default=0.1, help="probability of a random action")
@@ -112,7 +112,7 @@ def parse_args(argv=None):
 
 
 class TrainState(NamedTuple):
-    """All that changes during a run."""
+    """The state of one run."""
 
     key: jax.Array
     learning_rate: jax.Array
@@ -122,7 +122,7 @@ class TrainState(NamedTuple):
 
 
 def env_step(args, cell, action):
-    """Next cell (the same one if a wall is in the way), reward, and whether it is the goal."""
+    """Return the next cell (the same at a wall), reward, and whether the goal is reached."""
     moved = np.indices(args.grid_size).reshape(2, -1, 1) + MOVES.T[:, None, :]  # (2, S, A)
     next_cells = np.ravel_multi_index(tuple(moved), args.grid_size, mode="clip")  # (S, A)
     next_cell = jnp.asarray(next_cells)[cell, action]  # NumPy above: a constant when compiled
@@ -145,10 +145,10 @@ def select_action(values, bits, epsilon):
     """Choose an action epsilon-greedily by values (A,). Ties are broken at random.
 
     One random integer of 32 bits makes both decisions: two draws make a step 1.6 to 4 times as
-    slow. If it is less than epsilon 2^32, all actions are candidates, otherwise only the best. Its
-    remainder modulo 24 picks one of the 24 rankings of the actions, and the candidate with the
-    highest rank is taken. Among the integers below epsilon 2^32, each remainder is almost equally
-    frequent too.
+    slow. If the integer is below epsilon 2^32, all actions are candidates; otherwise only the best
+    are. The integer modulo 24 picks one of the 24 rankings of the actions, and the candidate with
+    the highest rank is taken. The two decisions are almost independent: also among the integers
+    below epsilon 2^32, all remainders are almost equally frequent.
     """
     candidates = (bits / 2.0**32 < epsilon) | (values == jnp.max(values))  # (A,)
     ranks = jnp.asarray(RANKINGS)[bits % len(RANKINGS)]  # (A,)
@@ -186,10 +186,10 @@ def train_chunk(args, num_blocks, state):
 
 
 def evaluate(args, state):
-    """Steps of the greedy policy from the start to the goal, inf if it never reaches it.
+    """Number of steps of the greedy policy from the start to the goal, inf if it never arrives.
 
-    Of equal values the policy always takes the first. So it does the same on each visit to a cell:
-    if S steps do not reach the goal, they visit some cell twice, and the policy walks in circles.
+    The policy is deterministic: among equal values it takes the first. If it is not at the goal
+    after S steps, it has visited some cell twice. So it walks in circles and never arrives.
     """
     greedy = jnp.argmax(state.q_table, axis=1)  # (S,)
 
@@ -207,7 +207,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma is off because the check rejects gymnax's loops. Runs do not communicate anyway.
+    # check_vma is off: it rejects some loops, such as gymnax's. Runs do not communicate anyway.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -250,13 +250,13 @@ def plot(path, q_table):
     row, column = np.nonzero(values)
     down, to_right = MOVES[q_table.argmax(axis=-1)[row, column]].T
     plt.imshow(values)
-    plt.colorbar(label="max_a Q, mean over the agents", orientation="horizontal")
+    plt.colorbar(label="max_a of the agents' mean Q", orientation="horizontal")
     plt.quiver(column, row, to_right, down, angles="xy", pivot="mid", color="white")
     plt.savefig(path)
 
 
 def main(argv=None):
-    """Train, evaluate and report. Returns the exit code."""
+    """Train, evaluate and report. Return the exit code."""
     args = parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
@@ -267,7 +267,7 @@ def main(argv=None):
     num_runs = len(seed)
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    filled = num_devices * per_device  # surplus runs fill the last device
+    filled = num_devices * per_device  # surplus runs fill up the devices
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"grid world, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 

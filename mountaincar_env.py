@@ -69,7 +69,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check an argparse value: a file that can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be written. Opening it is the only sure test."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -134,7 +134,7 @@ def cosine(x):
 
 
 def start(fraction):
-    """Return the state at the start of an episode: at rest, -0.6 for fraction 0, -0.4 for 1."""
+    """Return a start state: at rest, position from -0.6 (fraction 0) to -0.4 (fraction 1)."""
     return EnvState(
         position=-0.6 + 0.2 * fraction,
         velocity=jnp.zeros_like(fraction),
@@ -156,8 +156,8 @@ def dynamics(state, action, params):
 class MountainCar(environment.Environment):
     """A gymnax environment.
 
-    The base class provides `reset` and `step`. `step` calls `step_env` and checks the time limit.
-    Where an episode ends, it calls `reset_env`, and info["final_observation"] is the last one.
+    The base class provides `reset` and `step`. `step` calls `step_env`, checks the time limit, and
+    calls `reset_env` if the episode ended. info["final_observation"] is the one before that reset.
     """
 
     name = "MountainCar-v0"
@@ -273,7 +273,7 @@ def plot(args, path):
 
 
 def main(argv=None):
-    """Roll out and report. Returns the exit code."""
+    """Roll out and report. Return the exit code."""
     args = parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
@@ -291,7 +291,7 @@ def main(argv=None):
     out_specs = jax.P("envs"), jax.P(), jax.P(None, "envs")
     shard = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     fraction = jax.random.uniform(jax.random.key(args.seed), args.num_envs)
-    state = jax.tree.map(np.array, start(fraction))  # not an array of this process alone
+    state = jax.tree.map(np.array, start(fraction))  # NumPy: jax arrays would belong to one process
     ends = [*range(args.log_blocks, args.total_blocks, args.log_blocks), args.total_blocks]
     chunks = np.diff(ends, prepend=0)  # blocks for each progress line
     programs = {}

@@ -50,13 +50,13 @@ from jax.experimental.multihost_utils import process_allgather
 # What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
 OBS_SCALE = {
     "CartPole-v1": [2.4, 3.0, 0.2, 3.0],  # m, m/s, rad, rad/s: the limits, and usual speeds
-    "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: half the top speeds
+    "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: about half the limits
     "MountainCar-v0": [1.2, 0.07],  # length: the left wall; length/step: the top speed
 }
 COMPILER_OPTIONS = {
     "xla_backend_optimization_level": 1,  # compiles in two thirds of the time, runs as fast
     "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.5 times as fast
-    # Do not split small arrays among threads, nor call jax 0.11's slower library for products.
+    # Do not split small arrays among threads. Do not use jax 0.11's slow matrix library.
     "xla_disable_hlo_passes": "cpu-parallel-task-assigner,dot-library-rewriter",
 }
 
@@ -65,7 +65,7 @@ COMPILER_OPTIONS = {
 def make(env_id):
     """Make an environment and its parameters. To change either, change it here."""
     env, env_params = gymnax.make(env_id)
-    # As NumPy arrays: a program that .compile() made cannot hold JAX arrays as constants.
+    # NumPy arrays, because a program made by .compile() cannot hold JAX arrays as constants.
     return env, jax.tree.map(np.asarray, env_params)
 
 
@@ -83,7 +83,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check an argparse value: a file that can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be written. Opening it is the only sure test."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -101,11 +101,11 @@ def parse_args(argv=None):
     unit = number(float, 0, 1)
     add("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
-    add("--num-seeds", type=count, default=1, help="number of runs, spread over all devices")
+    add("--num-seeds", type=count, default=1, help="runs per learning rate, spread over devices")
     add("--total-timesteps", type=steps, default=200_000, help="environment steps per run")
     add("--num-envs", type=count, default=16, help="environments stepped in lockstep")
     add("--batch-size", type=count, default=16, help="least number of transitions per update")
-    text = "initial step size of Adam, falls to 0; several values: a run for each value and seed"
+    text = "initial step size of Adam, falls to 0; several values: each one runs with each seed"
     add("--learning-rate", type=unit, default=[0.06], nargs="+", help=text)
     add("--gamma", type=unit, default=0.99, help="discount factor")
     add("--epsilon", type=unit, default=0.2, help="probability of a random action")
@@ -131,12 +131,12 @@ class Transition(NamedTuple):
     obs: jax.Array  # (D,)
     action: jax.Array
     reward: jax.Array
-    next_obs: jax.Array  # (D,) true successor, also where the episode ended
-    terminated: jax.Array  # true in a terminal state, false at a time limit
+    next_obs: jax.Array  # (D,) before the reset, if the episode ended
+    terminated: jax.Array  # true if next_obs is terminal; false at a time limit
 
 
 class TrainState(NamedTuple):
-    """All that changes during a run."""
+    """The state of one run."""
 
     key: jax.Array
     learning_rate: jax.Array  # initial value
@@ -146,7 +146,7 @@ class TrainState(NamedTuple):
     env_state: gymnax.EnvState  # (N,)
     obs: jax.Array  # (N, D)
     episode_return: jax.Array  # (N,) so far
-    metrics: jax.Array  # (5,) sums: episodes, their returns, updates, TD errors, Q-values
+    metrics: jax.Array  # (5,) sums since the last line: episodes, returns, updates, |TD error|, Q
 
 
 def optimizer(args, learning_rate):
@@ -191,7 +191,7 @@ def q_values(args, weights, centers, obs):
 
 
 def vector_step(args, state, draws):
-    """Step N environments epsilon-greedily. Return also which ended, and with which return."""
+    """Step N environments epsilon-greedily. Also return transitions, done, and returns if done."""
     env, env_params = make(args.env_id)
     keys, uniform, random_action = draws  # (N,)
     greedy = jnp.argmax(q_values(args, state.weights, state.centers, state.obs), axis=1)
@@ -231,7 +231,7 @@ def train_step(args, state, draws):
 
 
 def train_chunk(args, num_updates, state):
-    """Train up to the next progress line. Return the state and the means that it shows."""
+    """Train up to the next progress line. Return the state and the means for that line."""
     env, _ = make(args.env_id)
     key, key_step, key_uniform, key_action = jax.random.split(state.key, 4)
     shape = (num_updates, args.batch_steps, args.num_envs)  # (U, T, N)
@@ -273,7 +273,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma is off because the check rejects gymnax's loops. Runs do not communicate anyway.
+    # check_vma is off: it rejects some loops, such as gymnax's. Runs do not communicate anyway.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -318,7 +318,7 @@ def plot(path, learning_rate, timesteps, returns):
 
 
 def main(argv=None):
-    """Train, evaluate and report. Returns the exit code."""
+    """Train, evaluate and report. Return the exit code."""
     args = parse_args(argv)
     make(args.env_id)  # here, since some environments cannot be made inside of jit
     sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
@@ -330,7 +330,7 @@ def main(argv=None):
     num_runs = len(seed)
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    filled = num_devices * per_device  # surplus runs fill the last device
+    filled = num_devices * per_device  # surplus runs fill up the devices
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"{args.env_id}, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 

@@ -6,16 +6,16 @@
 # ///
 """REINFORCE on N episodes at a time, of different lengths, padded and masked.
 
-Each iteration plays N episodes with the current policy pi, then makes one Adam step along
+Each iteration plays N episodes with the current policy pi, then gives Adam the gradient estimate
 
     1/N sum_i sum_t mask_ti (G_ti - b_ti) grad log pi(A_ti | S_ti),    G_ti = R_ti + gamma G_t+1,i
 
 (Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
-and 0 in the padding behind it. The baseline b_ti is the mean of the other episodes' returns to go;
-an episode that has ended counts as 0. So the step is an unbiased estimate of the expected sum of
-G_t grad log pi(A_t | S_t). The usual factor gamma^t is left out, as is common: if gamma < 1, this
-sum is not the gradient of any objective. Returns stop at the time limit, without a bootstrap.
-(--sync truncation cuts all episodes at the end of the shortest: biased.)
+and 0 in the padding after it. The baseline b_ti is the mean of the other episodes' returns to go;
+an episode that has ended counts as 0. It adds no bias: the expected value is that of the sum of
+G_t grad log pi(A_t | S_t). The factor gamma^t is left out, as is common: if gamma < 1, this is not
+the gradient of any objective. Returns stop at the time limit, without a bootstrap.
+--sync truncation cuts all episodes where the shortest one ends. This makes the estimate biased.
 
     python reinforce_parallel.py                                    # CartPole-v1
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --gif pendulum.gif
@@ -61,7 +61,7 @@ COMPILER_OPTIONS = {
 def make(env_id):
     """Make an environment and its parameters. To change either, change it here."""
     env, env_params = gymnax.make(env_id)
-    # As NumPy arrays: a program that .compile() made cannot hold JAX arrays as constants.
+    # NumPy arrays, because a program made by .compile() cannot hold JAX arrays as constants.
     return env, jax.tree.map(np.asarray, env_params)
 
 
@@ -79,7 +79,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check an argparse value: a file that can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be written. Opening it is the only sure test."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -98,10 +98,10 @@ def parse_args(argv=None):
     text = "gymnax environment"
     add("--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help=text)
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
-    add("--num-seeds", type=count, default=1, help="number of runs, spread over all devices")
+    add("--num-seeds", type=count, default=1, help="runs per learning rate, spread over devices")
     add("--num-iterations", type=count, default=100, help="updates per run")
     add("--num-envs", type=number(int, 2, 1e6), default=16, help="episodes per update")
-    text = "initial step size of Adam, falls to 0; several values: a run for each value and seed"
+    text = "initial step size of Adam, falls to 0; several values: each one runs with each seed"
     add("--learning-rate", type=unit, default=[0.01], nargs="+", help=text)
     add("--gamma", type=unit, default=0.99, help="discount factor")
     add("--hidden-size", type=count, default=64, help="number of tanh units in the policy network")
@@ -131,7 +131,7 @@ class Batch(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that changes during a run."""
+    """The state of one run."""
 
     key: jax.Array
     learning_rate: jax.Array  # initial value
@@ -227,7 +227,7 @@ def play(args, params, key, num_envs, noise_scale):
 
 
 def advantages(args, batch):
-    """Returns to go (T, N) minus the mean of those of the other episodes; 0 in the padding."""
+    """Each return to go (T, N) minus the mean of the other episodes'; 0 in the padding."""
 
     def step(later, reward):
         return_to_go = reward + args.gamma * later
@@ -242,12 +242,12 @@ def advantages(args, batch):
 
 
 def loss(params, batch, advantage):
-    """A number whose gradient is minus the policy gradient."""
+    """Surrogate loss: its gradient is minus the policy gradient estimate."""
     return -jnp.mean(jnp.sum(advantage * log_prob(params, batch.obs, batch.action), axis=0))
 
 
 def train_step(args, state, _):
-    """Play N episodes, then make one Adam step. Return also their mean return and real steps."""
+    """Play N episodes, then make one Adam step. Also return mean return and real step count."""
     key, key_play = jax.random.split(state.key)
     batch, _ = play(args, state.params, key_play, args.num_envs, noise_scale=1.0)
     if args.sync == "truncation":
@@ -261,7 +261,7 @@ def train_step(args, state, _):
 
 
 def train_chunk(args, num_updates, state):
-    """Train up to the next progress line. Return also mean returns (U,) and real steps (U,)."""
+    """Train up to the next progress line. Also return mean returns, real step counts (U,)."""
     return jax.lax.scan(partial(train_step, args), state, length=num_updates)
 
 
@@ -276,7 +276,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma is off because the check rejects gymnax's loops. Runs do not communicate anyway.
+    # check_vma is off: it rejects some loops, such as gymnax's. Runs do not communicate anyway.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -332,7 +332,7 @@ def animate(args, path, params, key):
 
 
 def main(argv=None):
-    """Train, evaluate and report. Returns the exit code."""
+    """Train, evaluate and report. Return the exit code."""
     args = parse_args(argv)
     make(args.env_id)  # here, since some environments cannot be made inside of jit
     sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
@@ -344,7 +344,7 @@ def main(argv=None):
     num_runs = len(seed)
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    filled = num_devices * per_device  # surplus runs fill the last device
+    filled = num_devices * per_device  # surplus runs fill up the devices
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"{args.env_id}, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 

@@ -73,7 +73,7 @@ LINE_ABLATIONS = [
 # The TD scripts on other tasks: script, environment and flags.
 TASKS = [
     "replay_td.py --env-id MountainCar-v0 --sigma 0.15 --gamma 1 --learning-rate 0.02"
-    " --epsilon 0.1",
+    " --epsilon 0.1 --num-centers 1000",
     "epsilon_decay_td.py --env-id MountainCar-v0 --sigma 0.15 --gamma 1 --learning-rate 0.02"
     " --end-e 0.1 --num-centers 1000",
     "parallel_td.py --env-id MountainCar-v0 --sigma 0.4 --learning-rate 0.003",

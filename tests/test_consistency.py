@@ -16,7 +16,7 @@ TREE = {name: ast.parse(text) for name, text in TEXT.items()}
 PARALLEL, REPLAY, DECAY, GRID, CAR, REINFORCE = SCRIPTS
 CEILING = {PARALLEL: 400, REPLAY: 430, DECAY: 440, GRID: 335, CAR: 335, REINFORCE: 410}
 # Lines that diff marks with < or >.
-DIFF_BUDGET = {(PARALLEL, REPLAY): 73, (REPLAY, DECAY): 20}
+DIFF_BUDGET = {(PARALLEL, REPLAY): 72, (REPLAY, DECAY): 20}
 
 # Functions and classes that are not identical wherever their name occurs: the groups of scripts in
 # which they are. main and parse_args differ everywhere: each script has its own flags and report.

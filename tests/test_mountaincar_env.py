@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnax.wrappers import FlattenObservationWrapper, LogWrapper
 
 import mountaincar_env as car
 
@@ -27,6 +28,13 @@ def test_cosine_within_float32():
     """Where 3 position may lie. Measured: 2.1e-7; with a term less 5.5e-6."""
     x = np.linspace(-3.6, 3.6, 100_001, dtype=np.float32)
     np.testing.assert_allclose(car.cosine(x), np.cos(np.float64(x)), rtol=0, atol=3e-7)
+
+
+def test_works_in_gymnaxs_wrappers():
+    env, params = LogWrapper(FlattenObservationWrapper(ENV)), car.EnvParams(max_steps_in_episode=1)
+    obs, state = env.reset(KEY, params)
+    *_, truncated, info = env.step(KEY, state, 1, params)
+    assert obs.shape == (2,) and truncated and info["returned_episode_returns"] == -1
 
 
 def test_steps_equal_gymnasiums():
