@@ -1,6 +1,6 @@
 """Measure what README.md says and write tests/RESULTS.md.
 
-    python tests/benchmark.py            # about 20 minutes on two cores
+    python tests/benchmark.py            # about ten minutes on two cores
 
 Each script runs as a user would run it, in a process of its own.
 """
@@ -287,8 +287,8 @@ def main():
     page = f"""# Results
 
 Written by `python tests/benchmark.py` on {date.today()}: {machine}.
-Other programs ran on the machine at the same time, so the speed of a short run can vary by a factor
-of two. What is learned does not vary.
+The machine is shared with other programs, so the speed of a short run can vary by a factor of two.
+What is learned does not vary.
 
 ## Learning
 
