@@ -233,7 +233,7 @@ def test_no_key_is_used_twice(td):
         return td.evaluate(args, td.train_chunk(args, 2, state)[0])
 
     with jax.debug_key_reuse(True):
-        jax.jit(whole_run)(0)
+        jax.jit(whole_run).trace(0)
 
 
 def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys, monkeypatch):
