@@ -274,11 +274,25 @@ def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys, monkeypat
         assert worst == f"{means.min():.1f}"
 
 
-def test_learns_and_the_saved_weights_balance_gymnasiums_pole(td, tmp_path, capsys):
-    """Gymnasium plays what is saved, without anything from the script, as well as is printed."""
-    flags = "--seed 2 --total-timesteps 60000 --log-interval 30000 --num-centers 200".split()
+def test_learns_and_reports_what_happened(td, tmp_path, capsys, monkeypatch):
+    """Returns from the ages of all poles; greedy returns from the saved weights in Gymnasium."""
+    ages, vector_step = [], td.vector_step
+
+    def spy(args, state, draws):
+        after, report = vector_step(args, state, draws)
+        jax.debug.callback(lambda time: ages.append(np.array(time)), after.env_state.time)
+        return after, report
+
+    monkeypatch.setattr(td, "vector_step", spy)
+    flags = "--seed 2 --total-timesteps 60000 --log-interval 40000 --num-centers 200".split()
     td.main([*flags, "--save", f"{tmp_path}/run.npz"])
     saved, env = np.load(tmp_path / "run.npz"), gymnasium.make("CartPole-v1")
+    np.testing.assert_array_equal(saved["timesteps"], [40_000, 60_000])
+    ages = np.reshape(ages, (60_000 // 16, 16))
+    ended, before = ages[1:] == 0, ages[:-1]  # an episode that ended was one step older
+    for line, part in enumerate([slice(0, 2499), slice(2499, 3749)]):
+        by_hand = np.mean(before[part][ended[part]] + 1)
+        np.testing.assert_allclose(saved["returns"][line], by_hand, rtol=1e-4)
     scale, sigma, centers = saved["obs_scale"], saved["sigma"], saved["centers"][0].T
     returns = np.zeros(15)
     for episode in range(15):
