@@ -95,6 +95,8 @@ def parse_args(argv=None):
     add("--save", type=output_file, metavar="FILE.npz", help="write every step of every car")
     add("--plot", type=output_file, metavar="FILE.png", help="draw 200 steps of ten cars")
     args = parser.parse_args(argv)
+    if args.distributed:  # all processes take part, so each device gets the same number of cars
+        args.num_envs = math.ceil(args.num_envs / jax.device_count()) * jax.device_count()
     args.block_timesteps = BLOCK * args.num_envs
     args.total_blocks = math.ceil(args.total_timesteps / args.block_timesteps)
     args.log_blocks = math.ceil(args.log_interval / args.block_timesteps)
@@ -280,8 +282,6 @@ def main(argv=None):
         sys.stdout = open(os.devnull, "w")
     devices = range(1, jax.device_count() + 1)
     num_devices = max(number for number in devices if args.num_envs % number == 0)
-    if args.distributed and num_devices < jax.device_count():
-        sys.exit(f"--num-envs must be a multiple of the {jax.device_count()} devices")
     cars = "1 car" if args.num_envs == 1 else f"{args.num_envs:,} cars"
     print(f"MountainCar-v0, {cars} on {num_devices} x {jax.devices()[0].device_kind}")
 

@@ -178,6 +178,8 @@ def test_cars_are_spread_over_the_largest_divisor(cars, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"MountainCar-v0, {cars} cars on {largest} x ")
     assert f"step {100 * cars:,}  episodes 0  at the goal nan%" in out
+    args = car.parse_args(["--distributed", "--num-envs", str(cars)])  # on all devices, filled up
+    assert 0 <= args.num_envs - cars < jax.device_count() and not args.num_envs % jax.device_count()
 
 
 def test_episodes_equal_gymnasiums(rollout):
