@@ -128,21 +128,20 @@ def test_a_second_ctrl_c_ends_the_process_at_once(script):
 
 
 def test_any_number_of_runs_on_any_number_of_devices(tmp_path):
-    """Seven runs on 1, 3 and 6 devices: the surplus is cut, the bits are the same."""
+    """Seven runs on 1 and 6 devices: the surplus is cut, the bits are the same."""
     few = "--num-seeds 7 --total-timesteps 1600 --num-centers 20 --eval-episodes 3".split()
     processes, saved = [], []
-    for devices in [1, 3, 6]:
+    for devices in [1, 6]:
         flags = [*few, "--save", tmp_path / f"{devices}.npz"]
         processes.append(begin("parallel_td.py", flags, {"JAX_NUM_CPU_DEVICES": devices}))
-    for devices, used, process in zip([1, 3, 6], [1, 3, 4], processes, strict=True):
+    for devices, used, process in zip([1, 6], [1, 4], processes, strict=True):
         stdout, stderr = process.communicate(timeout=120)
         assert (process.returncode, stderr) == (0, "")
         assert f"7 runs on {used} x" in stdout
         saved.append(np.load(tmp_path / f"{devices}.npz"))
-    one, three, six = saved
+    one, six = saved
     assert one["returns"].shape == (1, 7)
     for name in set(one) - TIMING:
-        np.testing.assert_array_equal(three[name], one[name], err_msg=name)
         np.testing.assert_array_equal(six[name], one[name], err_msg=name)
 
 

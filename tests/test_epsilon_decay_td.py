@@ -1,5 +1,7 @@
 """epsilon_decay_td.py: the schedule by hand, and its use: an offset by one step would be seen."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,9 +45,10 @@ def test_first_steps_explore_as_the_schedule_says(td):
     state = td.init_state(args, 0, 0.01)
     keys = jax.random.split(jax.random.key(0), 1000)
     draws = jnp.zeros(args.batch_size), keys, (jnp.arange(1000) + 0.5) / 1000, jnp.ones(1000, int)
+    train_step = jax.jit(partial(td.train_step, args))
     explored = []
     for _ in range(4):
-        state, _ = td.train_step(args, state._replace(weights=0 * state.weights), draws)
+        state, _ = train_step(state._replace(weights=0 * state.weights), draws)
         slots = (state.written - 1000 + jnp.arange(1000)) % args.buffer_size
         explored.append(int(state.buffer.action[slots].sum()))
     assert explored == [1000, 500, 250, 200]
