@@ -285,7 +285,8 @@ def main(argv=None):
     print(f"compiled in {compile_seconds:.1f} s")
 
     began = time.perf_counter()
-    timesteps, report = np.array(ends) * BLOCK, []  # (K,), (K, R)
+    timesteps = np.array(ends) * BLOCK  # (K,)
+    report = []  # (K, R)
     for blocks, step in zip(chunks, timesteps, strict=True):
         state, steps_per_episode = programs[blocks](state)
         report.append(gather(steps_per_episode, num_runs))

@@ -348,7 +348,8 @@ def main(argv=None):
     print(f"compiled in {compile_seconds:.1f} s")
 
     began = time.perf_counter()
-    timesteps, report = np.array(ends) * args.update_timesteps, []  # (K,), (K, 3, R)
+    timesteps = np.array(ends) * args.update_timesteps  # (K,)
+    report = []  # (K, 3, R)
     for updates, step in zip(chunks, timesteps, strict=True):
         state, means = programs[updates](state)
         report.append(gather(means, num_runs))
