@@ -32,8 +32,8 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -173,7 +173,7 @@ def init_state(args, seed, learning_rate):
     env, env_params = make(args.env_id)
     key, key_reset, key_centers = jax.random.split(jax.random.key(seed), 3)
     keys = jax.random.split(key_reset, args.num_envs)
-    obs, env_state = jax.vmap(env.reset, in_axes=(0, None))(keys, env_params)
+    obs, env_state = jax.vmap(partial(env.reset, params=env_params))(keys)
     weights = jnp.zeros((args.num_centers, env.num_actions))
     shape = (obs.shape[-1], args.num_centers)
     zeros, zeros_obs = jnp.zeros(args.buffer_size), jnp.zeros((args.buffer_size, shape[0]))
@@ -221,10 +221,8 @@ def vector_step(args, state, draws):
     greedy = jnp.argmax(q_values(args, state.weights, state.centers, state.obs), axis=1)
     explore = uniform < epsilon(args, state.written // args.num_envs)
     action = jnp.where(explore, random_action, greedy)
-    step = jax.vmap(env.step, in_axes=(0, 0, 0, None))
-    obs, env_state, reward, terminated, truncated, info = step(
-        keys, state.env_state, action, env_params
-    )
+    step = jax.vmap(partial(env.step, params=env_params))
+    obs, env_state, reward, terminated, truncated, info = step(keys, state.env_state, action)
     transition = Transition(state.obs, action, reward, info["final_observation"], terminated)
     total = state.episode_return + reward
     done = terminated | truncated
@@ -291,15 +289,14 @@ def evaluate(args, state):
     def step(carry, keys):
         obs, env_state, alive, total = carry
         action = jnp.argmax(q_values(args, state.weights, state.centers, obs), axis=1)
-        obs, env_state, reward, terminated, truncated, _ = jax.vmap(
-            env.step, in_axes=(0, 0, 0, None)
-        )(keys, env_state, action, env_params)
+        env_step = jax.vmap(partial(env.step, params=env_params))
+        obs, env_state, reward, terminated, truncated, _ = env_step(keys, env_state, action)
         total += alive * reward  # gymnax starts another episode: it does not count
         return (obs, env_state, alive & ~(terminated | truncated), total), None
 
     key_reset, key_step = jax.random.split(state.key)
     keys = jax.random.split(key_reset, args.eval_episodes)
-    obs, env_state = jax.vmap(env.reset, in_axes=(0, None))(keys, env_params)
+    obs, env_state = jax.vmap(partial(env.reset, params=env_params))(keys)
     shape = (int(env_params.max_steps_in_episode), args.eval_episodes)  # (T, E)
     carry = obs, env_state, jnp.ones(shape[1], bool), jnp.zeros(shape[1])
     (_, _, _, total), _ = jax.lax.scan(step, carry, jax.random.split(key_step, shape))
@@ -318,10 +315,9 @@ def over_runs(function, num_devices, **jit_options):
 
 def gather(tree, num_runs):
     """Copy the arrays of all runs, in all processes, to the host. Cut the surplus runs off."""
-    waiting = threading.Thread(target=jax.block_until_ready, args=[tree])
-    waiting.start()
-    waiting.join()  # Python handles Ctrl-C while it waits for a thread, but not inside of jax
-    return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
+    # In a thread: Python handles Ctrl-C while it waits for a thread, but not inside of jax.
+    host = ThreadPoolExecutor(1).submit(process_allgather, tree, tiled=True).result()
+    return jax.tree.map(lambda array: array[:num_runs], host)
 
 
 def catch_signals():
@@ -368,13 +364,13 @@ def main(argv=None):
     num_runs = len(seed)
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    filled = num_devices * per_device  # surplus runs fill up the devices
+    surplus = (0, num_devices * per_device - num_runs)  # copies of the last run fill up the devices
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"{args.env_id}, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
     init = over_runs(partial(init_state, args), num_devices)
-    state = init(np.resize(seed, filled), np.resize(learning_rate, filled))
+    state = init(np.pad(seed, surplus, "edge"), np.pad(learning_rate, surplus, "edge"))
     ends = [*range(args.log_updates, args.total_updates, args.log_updates), args.total_updates]
     chunks = np.diff(ends, prepend=0)  # updates for each progress line
     programs = {}
@@ -393,9 +389,8 @@ def main(argv=None):
         report.append(gather(means, num_runs))
         train_seconds = time.perf_counter() - began
         returns, td_error, q_value = report[-1]  # (R,)
-        ended = returns[~np.isnan(returns)]  # of runs in which an episode ended
         print(
-            f"step {step:,}  return {ended.mean() if len(ended) else math.nan:.1f}"
+            f"step {step:,}  return {jnp.nanmean(returns):.1f}"
             f"  td_error {td_error.mean():.3f}  q_value {q_value.mean():.2f}"
             f"  {step * num_runs / train_seconds:,.0f} steps/s"
         )
@@ -408,7 +403,7 @@ def main(argv=None):
     for rate in args.learning_rate:
         means = greedy_return[learning_rate == rate].mean(axis=1)
         print(f"learning rate {rate:g}: greedy return {means.mean():.1f}, worst {means.min():.1f}")
-    returns, td_error, q_value = np.moveaxis(report, 1, 0)  # (K, R)
+    returns, td_error, q_value = np.stack(report, axis=1)  # (K, R)
     timesteps = timesteps[: len(returns)]
     if args.save:
         np.savez(

@@ -26,8 +26,8 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -214,10 +214,9 @@ def over_runs(function, num_devices, **jit_options):
 
 def gather(tree, num_runs):
     """Copy the arrays of all runs, in all processes, to the host. Cut the surplus runs off."""
-    waiting = threading.Thread(target=jax.block_until_ready, args=[tree])
-    waiting.start()
-    waiting.join()  # Python handles Ctrl-C while it waits for a thread, but not inside of jax
-    return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
+    # In a thread: Python handles Ctrl-C while it waits for a thread, but not inside of jax.
+    host = ThreadPoolExecutor(1).submit(process_allgather, tree, tiled=True).result()
+    return jax.tree.map(lambda array: array[:num_runs], host)
 
 
 def catch_signals():
@@ -267,13 +266,13 @@ def main(argv=None):
     num_runs = len(seed)
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    filled = num_devices * per_device  # surplus runs fill up the devices
+    surplus = (0, num_devices * per_device - num_runs)  # copies of the last run fill up the devices
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"grid world, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
     init = over_runs(partial(init_state, args), num_devices)
-    state = init(np.resize(seed, filled), np.resize(learning_rate, filled))
+    state = init(np.pad(seed, surplus, "edge"), np.pad(learning_rate, surplus, "edge"))
     ends = [*range(args.log_blocks, args.total_blocks, args.log_blocks), args.total_blocks]
     chunks = np.diff(ends, prepend=0)  # blocks for each progress line
     programs = {}

@@ -30,8 +30,8 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -202,9 +202,9 @@ def vector_step(args, params, carry, draws):
     noise, keys = draws  # (N, A), (N,)
     obs = obs.reshape(len(obs), -1).astype(float)  # (N, D)
     action = sample(params, obs, noise)
-    next_obs, next_state, reward, terminated, truncated, _ = jax.vmap(
-        env.step, in_axes=(0, 0, 0, None)
-    )(keys, env_state, to_bounds(env.action_space(env_params), action), env_params)
+    step = jax.vmap(partial(env.step, params=env_params))
+    bounded = to_bounds(env.action_space(env_params), action)
+    next_obs, next_state, reward, terminated, truncated, _ = step(keys, env_state, bounded)
     carry = next_obs, next_state, mask & ~(terminated | truncated)
     return carry, (Batch(obs, action, reward.astype(float), mask), env_state)
 
@@ -214,7 +214,7 @@ def play(args, params, key, num_envs, noise_scale):
     env, env_params = make(args.env_id)
     key_reset, key_noise, key_step = jax.random.split(key, 3)
     keys = jax.random.split(key_reset, num_envs)
-    obs, env_state = jax.vmap(env.reset, in_axes=(0, None))(keys, env_params)
+    obs, env_state = jax.vmap(partial(env.reset, params=env_params))(keys)
     shape = (int(env_params.max_steps_in_episode), num_envs)  # (T, N)
     draw = jax.random.normal if "log_std" in params else jax.random.gumbel
     draws = (  # for all steps at once: faster than inside the loop
@@ -283,10 +283,9 @@ def over_runs(function, num_devices, **jit_options):
 
 def gather(tree, num_runs):
     """Copy the arrays of all runs, in all processes, to the host. Cut the surplus runs off."""
-    waiting = threading.Thread(target=jax.block_until_ready, args=[tree])
-    waiting.start()
-    waiting.join()  # Python handles Ctrl-C while it waits for a thread, but not inside of jax
-    return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
+    # In a thread: Python handles Ctrl-C while it waits for a thread, but not inside of jax.
+    host = ThreadPoolExecutor(1).submit(process_allgather, tree, tiled=True).result()
+    return jax.tree.map(lambda array: array[:num_runs], host)
 
 
 def catch_signals():
@@ -344,13 +343,13 @@ def main(argv=None):
     num_runs = len(seed)
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    filled = num_devices * per_device  # surplus runs fill up the devices
+    surplus = (0, num_devices * per_device - num_runs)  # copies of the last run fill up the devices
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"{args.env_id}, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
     init = over_runs(partial(init_state, args), num_devices)
-    state = init(np.resize(seed, filled), np.resize(learning_rate, filled))
+    state = init(np.pad(seed, surplus, "edge"), np.pad(learning_rate, surplus, "edge"))
     ends = [*range(args.log_interval, args.num_iterations, args.log_interval), args.num_iterations]
     chunks = np.diff(ends, prepend=0)  # updates for each progress line
     programs = {}

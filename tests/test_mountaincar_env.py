@@ -176,7 +176,7 @@ def test_cars_are_spread_over_the_largest_divisor(cars, capsys):
     assert car.main(f"--num-envs {cars} --total-timesteps 1 --log-interval 1e9".split()) == 0
     largest = max(n for n in range(1, jax.device_count() + 1) if cars % n == 0)
     out = capsys.readouterr().out
-    assert out.startswith(f"MountainCar-v0, {cars} cars on {largest} x ")
+    assert out.startswith(f"{cars} x MountainCar-v0 on {largest} x ")
     assert f"step {100 * cars:,}  episodes 0  at the goal nan%" in out
     args = car.parse_args(["--distributed", "--num-envs", str(cars)])  # on all devices, filled up
     assert 0 <= args.num_envs - cars < jax.device_count() and not args.num_envs % jax.device_count()
