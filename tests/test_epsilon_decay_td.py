@@ -8,13 +8,6 @@ import numpy as np
 import pytest
 from td_tests import *  # noqa: F403  (what all three linear learners must pass)
 
-import epsilon_decay_td
-
-
-@pytest.fixture
-def td():
-    return epsilon_decay_td
-
 
 @pytest.mark.parametrize(
     ("decay", "steps", "by_hand"),

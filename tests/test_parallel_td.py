@@ -3,15 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from td_tests import *  # noqa: F403  (what all three linear learners must pass)
-
-import parallel_td
-
-
-@pytest.fixture
-def td():
-    return parallel_td
 
 
 def test_updates_learn_from_exactly_their_batch(td, monkeypatch):

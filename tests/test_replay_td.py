@@ -6,16 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from td_tests import *  # noqa: F403  (what all three linear learners must pass)
-
-import replay_td
-
-
-@pytest.fixture
-def td():
-    return replay_td
-
 
 SMALL = "--num-envs 4 --buffer-size 10 --learning-starts 1 --num-centers 3 --batch-size 2".split()
 # What one train_step takes: the ends of the ring are drawn, and all actions are greedy.
