@@ -48,6 +48,7 @@ import gymnax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from gymnax.experimental import RolloutWrapper
 from jax.experimental.multihost_utils import process_allgather
 
 # What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
@@ -274,23 +275,16 @@ def train_chunk(args, num_updates, state):
 
 def evaluate(args, state):
     """Undiscounted returns (E,) of the greedy policy in E new episodes."""
+
+    def policy(params, obs, _):
+        return jnp.argmax(q_values(args, *params, obs[None])[0])
+
     env, env_params = make(args.env_id)
-
-    def step(carry, keys):
-        obs, env_state, alive, total = carry
-        action = jnp.argmax(q_values(args, state.weights, state.centers, obs), axis=1)
-        env_step = jax.vmap(partial(env.step, params=env_params))
-        obs, env_state, reward, terminated, truncated, _ = env_step(keys, env_state, action)
-        total += alive * reward  # gymnax starts another episode: it does not count
-        return (obs, env_state, alive & ~(terminated | truncated), total), None
-
-    key_reset, key_step = jax.random.split(state.key)
-    keys = jax.random.split(key_reset, args.eval_episodes)
-    obs, env_state = jax.vmap(partial(env.reset, params=env_params))(keys)
-    shape = (int(env_params.max_steps_in_episode), args.eval_episodes)  # (T, E)
-    carry = obs, env_state, jnp.ones(shape[1], bool), jnp.zeros(shape[1])
-    (_, _, _, total), _ = jax.lax.scan(step, carry, jax.random.split(key_step, shape))
-    return total
+    time_limit = int(env_params.max_steps_in_episode)
+    rollout = RolloutWrapper(policy, num_env_steps=time_limit, env=env, env_params=env_params)
+    keys = jax.random.split(state.key, args.eval_episodes)
+    *_, returns = rollout.batch_rollout(keys, (state.weights, state.centers))  # (E, 1)
+    return returns[:, 0]
 
 
 def over_runs(function, num_devices, **jit_options):

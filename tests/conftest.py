@@ -28,7 +28,7 @@ def td(request):
 @pytest.fixture(autouse=True)
 def keep_signal_handlers():
     """A script's main handles Ctrl-C and SIGTERM in its own way."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    of_pytest = signal.getsignal(signal.SIGINT)
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, of_pytest)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

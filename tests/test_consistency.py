@@ -93,7 +93,6 @@ def test_every_flag_is_read(name):
 def test_imports_no_other_script_and_declares_what_it_imports_as_requirements_do(name):
     modules = set(re.findall(r"^ *(?:import|from) (\w+)", TEXT[name], re.MULTILINE))
     third_party = modules - sys.stdlib_module_names
-    assert third_party <= {"jax", "numpy", "optax", "gymnax", "flax", "matplotlib"}
     assert "matplotlib" not in re.findall(r"^(?:import|from) (\w+)", TEXT[name], re.MULTILINE)
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     pins = {line.split("#")[0].strip() for line in lines} - {""}

@@ -28,16 +28,13 @@ def test_schedule_by_hand(td, decay, steps, by_hand):
 
 
 def test_first_steps_explore_as_the_schedule_says(td):
-    """1,000 evenly spread uniform numbers: epsilon is the fraction that explores.
-
-    Action 0 is greedy, since all values are 0; action 1 is the random one. Epsilon is 1 in the
-    first vector step, 0.5 in the second, 0.25 in the third, and never less than 0.2.
-    """
+    """Action 0 is greedy, since all values are 0; action 1 is the random one."""
     flags = "--num-envs 1000 --num-centers 3 --end-e 0.2 --epsilon-decay 0.5"
     args = td.parse_args(flags.split())
     state = td.init_state(args, 0, 0.01)
     keys = jax.random.split(jax.random.key(0), 1000)
-    draws = jnp.zeros(args.batch_size), keys, (jnp.arange(1000) + 0.5) / 1000, jnp.ones(1000, int)
+    uniform = (jnp.arange(1000) + 0.5) / 1000  # evenly spread
+    draws = jnp.zeros(args.batch_size), keys, uniform, jnp.ones(1000, int)
     train_step = jax.jit(partial(td.train_step, args))
     explored = []
     for _ in range(4):

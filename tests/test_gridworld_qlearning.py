@@ -20,7 +20,6 @@ def move(shape, cell, action):
 
 
 def run(flags, path):
-    """What main saves."""
     assert grid.main([*flags.split(), "--save", str(path)]) == 0
     return np.load(path)
 
@@ -69,7 +68,6 @@ def test_fractions_of_actions(values, epsilon, fraction):
 
 
 def test_no_key_is_used_twice():
-    """JAX checks the keys when it traces a program; nothing has to run."""
     args = grid.parse_args([])
     with jax.debug_key_reuse(True):
         jax.jit(partial(grid.train_chunk, args, 2)).trace(grid.init_state(args, 0, 0.1))

@@ -23,7 +23,6 @@ def gradient_of(args):
 
 
 def test_no_key_is_used_twice():
-    """JAX checks the keys when it traces a program; nothing has to run."""
     args = rp.parse_args(["--env-id", "Pendulum-v1"])
     with jax.debug_key_reuse(True):
         state = jax.eval_shape(partial(rp.init_state, args), 0, 0.01)

@@ -15,10 +15,8 @@ from conftest import ROOT, SCRIPTS, TRIO, USER_ENV
 SWEEP = "--num-seeds 2 --learning-rate 0.1 0.2 --plot curve.png"  # four runs
 TD = f"{SWEEP} --total-timesteps 1250 --log-interval 480 --num-centers 50 --eval-episodes 5"
 REPLAY = f"{TD} --buffer-size 64 --learning-starts 32"
-FLAGS = {
+FLAGS = dict.fromkeys(TRIO, REPLAY) | {
     "parallel_td.py": TD,
-    "replay_td.py": REPLAY,
-    "epsilon_decay_td.py": REPLAY,
     "gridworld_qlearning.py": f"{SWEEP} --total-timesteps 3000 --log-interval 1000 --grid-size 3 4",
     "mountaincar_env.py": "--num-envs 8 --total-timesteps 2400 --log-interval 800",
     "reinforce_parallel.py": f"{SWEEP} --num-iterations 3 --log-interval 1 --hidden-size 3"
