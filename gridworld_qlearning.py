@@ -147,8 +147,8 @@ def select_action(values, bits, epsilon):
     One random integer of 32 bits makes both decisions: two draws make a step 1.6 to 4 times as
     slow. If the integer is below epsilon 2^32, all actions are candidates; otherwise only the best
     are. The integer modulo 24 picks one of the 24 rankings of the actions, and the candidate with
-    the highest rank is taken. The two decisions are almost independent: also among the integers
-    below epsilon 2^32, all remainders are almost equally frequent.
+    the highest rank is taken. Exploration favors no ranking: the integers below epsilon 2^32 have
+    each remainder almost equally often.
     """
     candidates = (bits / 2.0**32 < epsilon) | (values == jnp.max(values))  # (A,)
     ranks = jnp.asarray(RANKINGS)[bits % len(RANKINGS)]  # (A,)
@@ -207,7 +207,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma is off: it rejects some loops, such as gymnax's. Runs do not communicate anyway.
+    # check_vma looks for faulty communication. Runs have none, and it rejects gymnax's loops.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -266,13 +266,13 @@ def main(argv=None):
     num_runs = len(seed)
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    surplus = (0, num_devices * per_device - num_runs)  # copies of the last run fill up the devices
+    padding = (0, num_devices * per_device - num_runs)  # copies of the last run fill the devices
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"grid world, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
     init = over_runs(partial(init_state, args), num_devices)
-    state = init(np.pad(seed, surplus, "edge"), np.pad(learning_rate, surplus, "edge"))
+    state = init(np.pad(seed, padding, "edge"), np.pad(learning_rate, padding, "edge"))
     ends = [*range(args.log_blocks, args.total_blocks, args.log_blocks), args.total_blocks]
     chunks = np.diff(ends, prepend=0)  # blocks for each progress line
     programs = {}

@@ -276,7 +276,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma is off: it rejects some loops, such as gymnax's. Runs do not communicate anyway.
+    # check_vma looks for faulty communication. Runs have none, and it rejects gymnax's loops.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -343,13 +343,13 @@ def main(argv=None):
     num_runs = len(seed)
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    surplus = (0, num_devices * per_device - num_runs)  # copies of the last run fill up the devices
+    padding = (0, num_devices * per_device - num_runs)  # copies of the last run fill the devices
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"{args.env_id}, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
     init = over_runs(partial(init_state, args), num_devices)
-    state = init(np.pad(seed, surplus, "edge"), np.pad(learning_rate, surplus, "edge"))
+    state = init(np.pad(seed, padding, "edge"), np.pad(learning_rate, padding, "edge"))
     ends = [*range(args.log_interval, args.num_iterations, args.log_interval), args.num_iterations]
     chunks = np.diff(ends, prepend=0)  # updates for each progress line
     programs = {}
