@@ -12,9 +12,9 @@
 
 The features phi are radial basis functions with random centers c_i (Sutton & Barto 2018, section
 9.5.5). A ring buffer keeps the last C transitions. After each vector step (one step of all N
-environments), B random ones give one Adam step on the mean squared TD error (Lin 1992): they are
-less correlated than successive ones. The weights of Q' are a running average, which changes more
-slowly: w' <- w' + tau (w - w') (Lillicrap et al. 2016, section 3). No gradient
+environments), B transitions are drawn from it at random, since these are less correlated than
+successive ones (Lin 1992). They give one Adam step on the mean squared TD error. The weights of Q'
+average those of Q: w' <- w' + tau (w - w') (Lillicrap et al. 2016, section 3). No gradient
 flows through the target: this is semi-gradient Q-learning (section 11.1). A terminal state cuts
 the bootstrap, a time limit does not (Pardo et al. 2018). The learning rate falls linearly to 0,
 so that the weights settle; the last weights are the result.
@@ -22,7 +22,7 @@ so that the weights settle; the last weights are the result.
     python epsilon_decay_td.py                                    # one run
     python epsilon_decay_td.py --num-seeds 20 --plot curve.png    # twenty, in one compiled program
 
-Shapes: R runs, K progress lines, U updates, T steps, C transitions in the ring, N environments,
+Shapes: R runs, K progress lines, U vector steps, C transitions in the ring, N environments,
 B transitions in a batch, E evaluation episodes, D observation dimensions, F features, A actions.
 """
 
@@ -88,7 +88,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check for argparse that a file can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be opened for writing."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -165,7 +165,7 @@ class TrainState(NamedTuple):
 
 
 def optimizer(args, learning_rate):
-    """Make Adam with a learning rate that falls linearly to 0."""
+    """Make Adam. Its learning rate falls linearly to 0, from a value that differs between runs."""
     return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.learning_updates))
 
 
@@ -210,8 +210,8 @@ def q_values(args, weights, centers, obs):
 
 
 def epsilon(args, vector_steps):
-    """Probability of a random action after this many vector steps."""
-    log_decay = math.log(max(args.epsilon_decay, 1e-38))  # float32 rounds 0.99999999 to 1
+    """Probability of a random action. By logarithms: in float32, 0.99999999 would be 1."""
+    log_decay = math.log(max(args.epsilon_decay, 1e-38))  # 1e-38 stands for 0
     return jnp.maximum(args.end_e, args.start_e * jnp.exp(vector_steps * log_decay))
 
 
@@ -301,7 +301,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma looks for faulty communication. Runs have none, and it rejects gymnax's loops.
+    # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -335,7 +335,7 @@ def plot(path, learning_rate, timesteps, returns):
     for i, rate in enumerate(np.unique(learning_rate)):
         x, y = timesteps[:, learning_rate == rate], returns[:, learning_rate == rate]
         plt.plot(x, y, f"C{i}", linewidth=0.5)
-        x, y = np.median(x, axis=1), jnp.nanmedian(y, axis=1)
+        x, y = np.median(x, axis=1), jnp.nanmedian(y, axis=1)  # NumPy's would warn if all are nan
         plt.plot(x, y, f"C{i}", linewidth=2, label=f"median, learning rate {rate:g}")
     plt.gca().xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
     plt.xlabel("environment steps")
@@ -344,11 +344,10 @@ def plot(path, learning_rate, timesteps, returns):
     plt.savefig(path)
 
 
-def main(argv=None):
-    """Train, evaluate and report. Return the exit code."""
+def main(argv=None, signals=()):
+    """Train, to the end or until there are signals. Evaluate, report, return the exit code."""
     args = parse_args(argv)
     make(args.env_id)  # here, since some environments cannot be made inside of jit
-    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
         args.save = args.plot = None
@@ -371,7 +370,6 @@ def main(argv=None):
         chunk = over_runs(partial(train_chunk, args, updates), num_devices, donate_argnums=0)
         programs[updates] = chunk.lower(state).compile()
     compile_seconds = time.perf_counter() - began
-    signals = catch_signals()
     print(f"compiled in {compile_seconds:.1f} s")
 
     began = time.perf_counter()
@@ -422,4 +420,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
+    sys.exit(main(signals=catch_signals()))

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["jax==0.10.1", "jaxlib==0.10.1", "matplotlib==3.11.2"]
+# dependencies = ["jax==0.10.1", "jaxlib==0.10.1", "matplotlib"]
 # ///
 """Tabular Q-learning on a grid world: one agent or thousands, each with a table of its own.
 
@@ -72,7 +72,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check for argparse that a file can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be opened for writing."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -147,8 +147,8 @@ def select_action(values, bits, epsilon):
     One random integer of 32 bits makes both decisions: two draws make a step 1.6 to 4 times as
     slow. If the integer is below epsilon 2^32, all actions are candidates; otherwise only the best
     are. The integer modulo 24 picks one of the 24 rankings of the actions, and the candidate with
-    the highest rank is taken. Exploration favors no ranking: the integers below epsilon 2^32 have
-    each remainder almost equally often.
+    the highest rank is taken. One integer is enough for both, because each remainder occurs almost
+    equally often among the integers below epsilon 2^32.
     """
     candidates = (bits / 2.0**32 < epsilon) | (values == jnp.max(values))  # (A,)
     ranks = jnp.asarray(RANKINGS)[bits % len(RANKINGS)]  # (A,)
@@ -179,7 +179,7 @@ def train_block(args, state, _):
 
 
 def train_chunk(args, num_blocks, state):
-    """Train up to the next progress line. Returns steps per episode, inf if no episode ended."""
+    """Train up to the next progress line. Return state, and steps per episode (inf if none)."""
     state = state._replace(episodes=jnp.array(0))
     state, _ = jax.lax.scan(partial(train_block, args), state, length=num_blocks)
     return state, num_blocks * BLOCK / state.episodes
@@ -207,7 +207,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma looks for faulty communication. Runs have none, and it rejects gymnax's loops.
+    # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -254,10 +254,9 @@ def plot(path, q_table):
     plt.savefig(path)
 
 
-def main(argv=None):
-    """Train, evaluate and report. Return the exit code."""
+def main(argv=None, signals=()):
+    """Train, to the end or until there are signals. Evaluate, report, return the exit code."""
     args = parse_args(argv)
-    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
         args.save = args.plot = None
@@ -280,7 +279,6 @@ def main(argv=None):
         chunk = over_runs(partial(train_chunk, args, blocks), num_devices, donate_argnums=0)
         programs[blocks] = chunk.lower(state).compile()
     compile_seconds = time.perf_counter() - began
-    signals = catch_signals()
     print(f"compiled in {compile_seconds:.1f} s")
 
     began = time.perf_counter()
@@ -331,4 +329,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
+    sys.exit(main(signals=catch_signals()))

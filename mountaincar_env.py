@@ -14,8 +14,8 @@ A car is too weak to drive straight up a hill. It must first swing back and fort
     python mountaincar_env.py --policy rocking    # this policy reaches the goal
     python mountaincar_env.py                     # random actions do not
 
-To write another environment, change EnvParams, EnvState, `dynamics` and the methods of the class.
-The rest measures how fast it is. Shapes: T steps, N environments, n of them on each device.
+To write another environment, change EnvParams, EnvState, `start`, `dynamics`, the class, and the
+actions in `vector_step`. Shapes: T steps, N environments, n of them on each device.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check for argparse that a file can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be opened for writing."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -77,10 +77,10 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     add = parser.add_argument
-    steps = number(int, 1, 1e12)
+    steps = number(int, 1, 1e9)  # in a progress line, counted in int32
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of all random draws")
     text = f"environment steps of all cars, rounded up to {BLOCK} steps of each car"
-    add("--total-timesteps", type=steps, default=10**9, help=text)
+    add("--total-timesteps", type=number(int, 1, 1e12), default=10**9, help=text)
     add("--num-envs", type=number(int, 1, 1e6), default=4096, help="cars stepped in lockstep")
     text = "rocking pushes in the direction of motion"
     add("--policy", choices=["random", "rocking"], default="random", help=text)
@@ -146,8 +146,8 @@ def dynamics(state, action, params):
 class MountainCar(environment.Environment):
     """A gymnax environment.
 
-    The base class provides `reset` and `step`. `step` calls `step_env`, checks the time limit, and
-    calls `reset_env` if the episode ended. info["final_observation"] is the one before that reset.
+    The base class provides `reset` and `step`. `step` adds to `step_env` the time limit and, after
+    an episode's end, a reset: info["final_observation"] is then the observation before the reset.
     """
 
     name = "MountainCar-v0"
@@ -183,14 +183,14 @@ class MountainCar(environment.Environment):
         return spaces.Box(low, high, (2,))
 
 
-def vector_step(args, shift, carry, word):
-    """Step n cars with 16 bits of a random word each. Return also what --save keeps."""
+def vector_step(args, shift, carry, bits):
+    """Step n cars with 16 of the 32 random bits (n,) of each. Return also what --save keeps."""
     env, params = MountainCar(), EnvParams()
     state, totals = carry
     # The 16 bits are an integer from 0 to 65535. Three times this integer, divided by 65536, has
     # a quotient from 0 to 2, which is the action. The remainder divided by 65536 is a fraction
     # in [0, 1), which says where the next episode starts if this step ends one.
-    product = 3 * ((word >> shift) & 0xFFFF)
+    product = 3 * ((bits >> shift) & 0xFFFF)
     action = (product >> 16).astype(jnp.int32)
     if args.policy == "rocking":
         action = jnp.where(state.velocity < 0, 0, 2)
@@ -209,9 +209,9 @@ def rollout(args, num_blocks, chunk_index, state):
     """Step n cars up to the next progress line. Return statistics of the cars on all devices."""
 
     def block(carry, key):
-        words = jax.random.bits(key, (BLOCK // 2, len(state.time)))  # 32 bits serve two steps
-        carry, first = jax.lax.scan(partial(vector_step, args, 16), carry, words)
-        carry, second = jax.lax.scan(partial(vector_step, args, 0), carry, words)
+        bits = jax.random.bits(key, (BLOCK // 2, len(state.time)))  # 32 bits serve two steps
+        carry, first = jax.lax.scan(partial(vector_step, args, 16), carry, bits)
+        carry, second = jax.lax.scan(partial(vector_step, args, 0), carry, bits)
         kept = jax.tree.map(lambda *halves: jnp.concatenate(halves), first, second)
         return carry, kept if args.save else None
 
@@ -237,10 +237,9 @@ def catch_signals():
     return caught
 
 
-def main(argv=None):
-    """Roll out and report. Return the exit code."""
+def main(argv=None, signals=()):
+    """Roll out, to the end or until there are signals. Report, return the exit code."""
     args = parse_args(argv)
-    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
     num_devices = max(n for n in range(1, jax.device_count() + 1) if args.num_envs % n == 0)
@@ -258,10 +257,10 @@ def main(argv=None):
     chunks = np.diff(ends, prepend=0)  # blocks for each progress line
     programs = {}
     for blocks in set(chunks):
+        # No check_vma: this check rejects loops that start from constants.
         sharded = shard(partial(rollout, args, blocks), check_vma=False)
         jitted = jax.jit(sharded, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
         programs[blocks] = jitted.lower(0, state).compile()
-    signals = catch_signals()
     print(f"compiled in {time.perf_counter() - began:.1f} s")
 
     began = time.perf_counter()
@@ -287,4 +286,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
+    sys.exit(main(signals=catch_signals()))

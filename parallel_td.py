@@ -84,7 +84,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check for argparse that a file can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be opened for writing."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -151,7 +151,7 @@ class TrainState(NamedTuple):
 
 
 def optimizer(args, learning_rate):
-    """Make Adam with a learning rate that falls linearly to 0."""
+    """Make Adam. Its learning rate falls linearly to 0, from a value that differs between runs."""
     return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.learning_updates))
 
 
@@ -263,7 +263,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma looks for faulty communication. Runs have none, and it rejects gymnax's loops.
+    # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -297,7 +297,7 @@ def plot(path, learning_rate, timesteps, returns):
     for i, rate in enumerate(np.unique(learning_rate)):
         x, y = timesteps[:, learning_rate == rate], returns[:, learning_rate == rate]
         plt.plot(x, y, f"C{i}", linewidth=0.5)
-        x, y = np.median(x, axis=1), jnp.nanmedian(y, axis=1)
+        x, y = np.median(x, axis=1), jnp.nanmedian(y, axis=1)  # NumPy's would warn if all are nan
         plt.plot(x, y, f"C{i}", linewidth=2, label=f"median, learning rate {rate:g}")
     plt.gca().xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
     plt.xlabel("environment steps")
@@ -306,11 +306,10 @@ def plot(path, learning_rate, timesteps, returns):
     plt.savefig(path)
 
 
-def main(argv=None):
-    """Train, evaluate and report. Return the exit code."""
+def main(argv=None, signals=()):
+    """Train, to the end or until there are signals. Evaluate, report, return the exit code."""
     args = parse_args(argv)
     make(args.env_id)  # here, since some environments cannot be made inside of jit
-    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
         args.save = args.plot = None
@@ -333,7 +332,6 @@ def main(argv=None):
         chunk = over_runs(partial(train_chunk, args, updates), num_devices, donate_argnums=0)
         programs[updates] = chunk.lower(state).compile()
     compile_seconds = time.perf_counter() - began
-    signals = catch_signals()
     print(f"compiled in {compile_seconds:.1f} s")
 
     began = time.perf_counter()
@@ -384,4 +382,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
+    sys.exit(main(signals=catch_signals()))

@@ -12,9 +12,9 @@ Each iteration plays N episodes with the current policy pi, then gives Adam the 
 
 (Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
 and 0 in the padding after it. The baseline b_ti is the mean of the other episodes' returns to go;
-an episode that has ended counts as 0. It adds no bias: the expected value is that of the sum of
-G_t grad log pi(A_t | S_t). The factor gamma^t is left out, as is common: if gamma < 1, this is not
-the gradient of any objective. Returns stop at the time limit, without a bootstrap.
+an episode that has ended counts as 0. The baseline adds no bias: the expected value is that of
+sum_t G_t grad log pi(A_t | S_t). The factor gamma^t is left out, as is common: if gamma < 1, this
+is not the gradient of any objective (Nota & Thomas 2020). Returns stop at the time limit.
 --sync truncation cuts all episodes where the shortest one ends. This makes the estimate biased.
 
     python reinforce_parallel.py                                    # CartPole-v1
@@ -79,7 +79,7 @@ def number(kind, low, high):
 
 
 def output_file(path):
-    """Check for argparse that a file can be written. Opening it is the only sure test."""
+    """Check for argparse that a file can be opened for writing."""
     try:
         open(path, "ab").close()
     except OSError as error:
@@ -140,7 +140,7 @@ class TrainState(NamedTuple):
 
 
 def optimizer(args, learning_rate):
-    """Make Adam with a learning rate that falls linearly to 0."""
+    """Make Adam. Its learning rate falls linearly to 0, from a value that differs between runs."""
     return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.learning_updates))
 
 
@@ -276,7 +276,7 @@ def over_runs(function, num_devices, **jit_options):
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     runs = jax.P("runs")
     batched = jax.vmap(function)
-    # check_vma looks for faulty communication. Runs have none, and it rejects gymnax's loops.
+    # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
     sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
     return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
 
@@ -310,7 +310,7 @@ def plot(path, learning_rate, timesteps, returns):
     for i, rate in enumerate(np.unique(learning_rate)):
         x, y = timesteps[:, learning_rate == rate], returns[:, learning_rate == rate]
         plt.plot(x, y, f"C{i}", linewidth=0.5)
-        x, y = np.median(x, axis=1), jnp.nanmedian(y, axis=1)
+        x, y = np.median(x, axis=1), jnp.nanmedian(y, axis=1)  # NumPy's would warn if all are nan
         plt.plot(x, y, f"C{i}", linewidth=2, label=f"median, learning rate {rate:g}")
     plt.gca().xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
     plt.xlabel("environment steps")
@@ -330,11 +330,10 @@ def animate(args, path, params, key):
     Visualizer(*make(args.env_id), frames, np.cumsum(batch.reward[:, 0])).animate(path)
 
 
-def main(argv=None):
-    """Train, evaluate and report. Return the exit code."""
+def main(argv=None, signals=()):
+    """Train, to the end or until there are signals. Evaluate, report, return the exit code."""
     args = parse_args(argv)
     make(args.env_id)  # here, since some environments cannot be made inside of jit
-    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
         args.save = args.plot = args.gif = None
@@ -357,7 +356,6 @@ def main(argv=None):
         chunk = over_runs(partial(train_chunk, args, updates), num_devices, donate_argnums=0)
         programs[updates] = chunk.lower(state).compile()
     compile_seconds = time.perf_counter() - began
-    signals = catch_signals()
     print(f"compiled in {compile_seconds:.1f} s")
 
     began = time.perf_counter()
@@ -402,4 +400,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
+    sys.exit(main(signals=catch_signals()))

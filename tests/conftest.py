@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 SCRIPTS = [*TRIO, "gridworld_qlearning.py", "mountaincar_env.py", "reinforce_parallel.py"]
-USER_ENV = dict(os.environ)  # before a script that a test imports writes its settings into it
+USER_ENV = dict(os.environ)  # copied before an imported script adds its settings
 
 pytest.register_assert_rewrite("td_tests")
 sys.path.insert(0, str(ROOT))
@@ -23,12 +22,3 @@ os.environ.setdefault("XLA_FLAGS", "")  # or the first script imported would dec
 def td(request):
     """The script that the test file is named after."""
     return importlib.import_module(request.module.__name__.removeprefix("test_"))
-
-
-@pytest.fixture(autouse=True)
-def keep_signal_handlers():
-    """A script's main handles Ctrl-C and SIGTERM in its own way."""
-    of_pytest = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, of_pytest)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -32,7 +32,7 @@ def parse(td, flags, epsilon=0.1):
 
 
 def place(state, obs, time):
-    """Let the environments (N,) stand as given; each earned one a step so far."""
+    """Put the environments (N,) into given states. Their returns so far equal their times."""
     names = [field.name for field in dataclasses.fields(state.env_state) if field.name != "time"]
     fields = dict(zip(names, jnp.array(obs).T, strict=True))
     env_state = state.env_state.replace(time=jnp.array(time), **fields)

@@ -96,7 +96,7 @@ def rollout(request, tmp_path_factory):
     policy, limit = request.param
     path = tmp_path_factory.mktemp("rollout") / "x.npz"
     flags = f"--num-envs 1000 --total-timesteps 1150001 --log-interval 5e5 --policy {policy}"
-    printed = io.TextIOWrapper(io.BytesIO())  # main changes how it is buffered
+    printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(car, "EnvParams", partial(car.EnvParams, max_steps_in_episode=limit))
         assert car.main([*flags.split(), "--save", str(path)]) == 0

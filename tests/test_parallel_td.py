@@ -1,4 +1,4 @@
-"""parallel_td.py: what an update learns from, and a fault in compilers that it must not meet."""
+"""parallel_td.py: what an update learns from, and and a compiler bug that must be absent."""
 
 import jax
 import jax.numpy as jnp

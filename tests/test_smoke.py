@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_runs_alone_in_an_empty_folder_and_saves_what_the_contract_says(script, runs):
+def test_runs_alone_in_an_empty_folder_and_saves_the_expected_arrays(script, runs):
     folder, process = runs[script]
     assert (process.returncode, process.stderr) == (0, "")
     devices, compiled, *lines = process.stdout.splitlines()
