@@ -212,6 +212,7 @@ def test_no_key_is_used_twice(td):
         jax.jit(lambda state: td.evaluate(args, td.train_chunk(args, 2, state)[0])).trace(state)
 
 
+@pytest.mark.filterwarnings("ignore:Mean of empty slice")  # no episode ends in the first line
 def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys):
     """Bit for bit. The printed lines say what is saved. The last one covers fewer updates."""
     few = "--num-envs 32 --total-timesteps 1101 --log-interval 100 --eval-episodes 5"
@@ -229,7 +230,7 @@ def test_a_run_alone_equals_the_run_among_others(td, tmp_path, capsys):
     np.testing.assert_array_equal(among["timesteps"], [*range(128, 1101, 128), 1120])
     _, _, *lines, first, second = capsys.readouterr().out.splitlines()
     curves = among["returns"], among["td_error"], among["q_value"]
-    means = [[float(jnp.nanmean(line)) for line in curve] for curve in curves]
+    means = [[np.nanmean(line) for line in curve] for curve in curves]
     for line, *numbers in zip(lines, among["timesteps"], *means, strict=True):
         form = "step {:,}  return {:.1f}  td_error {:.3f}  q_value {:.2f}  "
         assert line.startswith(form.format(*numbers))
