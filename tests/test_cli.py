@@ -77,13 +77,12 @@ def begin(script, *flags, **env):
     return subprocess.Popen([sys.executable, ROOT / script, *map(str, flags)], env=env, **pipes)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_with_a_report(number, tmp_path):
+def test_ctrl_c_ends_with_a_report(tmp_path):
     """The progress line comes through the pipe at once; the signal follows it."""
     few = "--total-timesteps 1e9 --log-interval 1600 --eval-episodes 3".split()
     process = begin("parallel_td.py", *few, "--save", tmp_path / "run.npz")
     next(line for line in process.stdout if line.startswith("step"))
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     *later, last = process.stdout.read().splitlines()
     assert (process.wait(), process.stderr.read()) == (130, "")
     assert re.match("learning rate .*: greedy return", last)
@@ -93,17 +92,21 @@ def test_a_signal_ends_with_a_report(number, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["gridworld_qlearning.py --num-seeds=20", "mountaincar_env.py --num-envs=1"]
+    ("script", "few", "number"),
+    [
+        ("gridworld_qlearning.py", "--num-seeds=20", signal.SIGINT),
+        ("mountaincar_env.py", "--num-envs=1", signal.SIGTERM),
+    ],
 )
-def test_a_second_ctrl_c_ends_the_process_at_once(command):
+def test_the_second_signal_ends_the_process_at_once(script, few, number):
     """In the middle of one chunk of half a minute or more. No traceback: Python does not end it."""
-    process = begin(*command.split(), "--total-timesteps=1e9", "--log-interval=1e9")
+    process = begin(script, few, "--total-timesteps=1e9", "--log-interval=1e9")
     next(line for line in process.stdout if line.startswith("compiled"))
     for _ in range(2):
         assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         time.sleep(0.5)  # for the first handler to run
-    assert process.wait(timeout=5) == -signal.SIGINT
+    assert process.wait(timeout=5) == -number
     assert process.stdout.read() == process.stderr.read() == ""
 
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, SCRIPTS, TRIO, USER_ENV
 
 SWEEP = "--num-seeds 2 --learning-rate 0.1 0.2 --plot curve.png"  # four runs
-TD = f"{SWEEP} --total-timesteps 1250 --log-interval 480 --num-centers 50 --eval-episodes 5"
+TD = f"{SWEEP} --total-timesteps 1430 --log-interval 480 --num-centers 50 --eval-episodes 5"
 REPLAY = f"{TD} --buffer-size 64 --learning-starts 32"
 FLAGS = dict.fromkeys(TRIO, REPLAY) | {
     "parallel_td.py": TD,
