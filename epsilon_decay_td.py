@@ -210,7 +210,7 @@ def q_values(args, weights, centers, obs):
 
 
 def epsilon(args, vector_steps):
-    """Probability of a random action. By logarithms: in float32, 0.99999999 would be 1."""
+    """Probability of a random action. Uses logarithms, as float32 rounds 0.99999999 to 1."""
     log_decay = math.log(max(args.epsilon_decay, 1e-38))  # 1e-38 stands for 0
     return jnp.maximum(args.end_e, args.start_e * jnp.exp(vector_steps * log_decay))
 
@@ -287,7 +287,7 @@ def evaluate(args, state):
     """Undiscounted returns (E,) of the greedy policy in E new episodes."""
 
     def policy(params, obs, _):
-        return jnp.argmax(q_values(args, *params, obs[None])[0])
+        return jnp.argmax(q_values(args, *params, obs[None])[0])  # a batch of one
 
     env, env_params = make(args.env_id)
     rollout = RolloutWrapper(policy, env=env, env_params=env_params)  # up to the time limit
@@ -345,7 +345,7 @@ def plot(path, learning_rate, timesteps, returns):
 
 
 def main(argv=None, signals=()):
-    """Train, to the end or until there are signals. Evaluate, report, return the exit code."""
+    """Train until done, or until `signals` is not empty. Evaluate, report, return the exit code."""
     args = parse_args(argv)
     make(args.env_id)  # here, since some environments cannot be made inside of jit
     if jax.process_index() > 0:  # process 0 reports for all

@@ -255,7 +255,7 @@ def plot(path, q_table):
 
 
 def main(argv=None, signals=()):
-    """Train, to the end or until there are signals. Evaluate, report, return the exit code."""
+    """Train until done, or until `signals` is not empty. Evaluate, report, return the exit code."""
     args = parse_args(argv)
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")

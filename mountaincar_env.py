@@ -77,7 +77,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     add = parser.add_argument
-    steps = number(int, 1, 1e9)  # in a progress line, counted in int32
+    steps = number(int, 1, 1e9)  # per progress line: its sums are int32
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of all random draws")
     text = f"environment steps of all cars, rounded up to {BLOCK} steps of each car"
     add("--total-timesteps", type=number(int, 1, 1e12), default=10**9, help=text)
@@ -146,8 +146,8 @@ def dynamics(state, action, params):
 class MountainCar(environment.Environment):
     """A gymnax environment.
 
-    The base class provides `reset` and `step`. `step` adds to `step_env` the time limit and, after
-    an episode's end, a reset: info["final_observation"] is then the observation before the reset.
+    The base class provides `reset` and `step`. `step` calls `step_env`, applies the time limit and
+    resets an episode that ended; info["final_observation"] is the observation before the reset.
     """
 
     name = "MountainCar-v0"
@@ -238,7 +238,7 @@ def catch_signals():
 
 
 def main(argv=None, signals=()):
-    """Roll out, to the end or until there are signals. Report, return the exit code."""
+    """Roll out until done, or until `signals` is not empty. Report, return the exit code."""
     args = parse_args(argv)
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")

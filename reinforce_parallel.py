@@ -331,7 +331,7 @@ def animate(args, path, params, key):
 
 
 def main(argv=None, signals=()):
-    """Train, to the end or until there are signals. Evaluate, report, return the exit code."""
+    """Train until done, or until `signals` is not empty. Evaluate, report, return the exit code."""
     args = parse_args(argv)
     make(args.env_id)  # here, since some environments cannot be made inside of jit
     if jax.process_index() > 0:  # process 0 reports for all

@@ -277,7 +277,7 @@ def evaluate(args, state):
     """Undiscounted returns (E,) of the greedy policy in E new episodes."""
 
     def policy(params, obs, _):
-        return jnp.argmax(q_values(args, *params, obs[None])[0])
+        return jnp.argmax(q_values(args, *params, obs[None])[0])  # a batch of one
 
     env, env_params = make(args.env_id)
     rollout = RolloutWrapper(policy, env=env, env_params=env_params)  # up to the time limit
@@ -335,7 +335,7 @@ def plot(path, learning_rate, timesteps, returns):
 
 
 def main(argv=None, signals=()):
-    """Train, to the end or until there are signals. Evaluate, report, return the exit code."""
+    """Train until done, or until `signals` is not empty. Evaluate, report, return the exit code."""
     args = parse_args(argv)
     make(args.env_id)  # here, since some environments cannot be made inside of jit
     if jax.process_index() > 0:  # process 0 reports for all
