@@ -17,6 +17,8 @@ where d is the number of steps of the shortest path to the goal that begins with
 
 Shapes: R runs (agents), K progress lines, H rows, W columns, S = H * W cells numbered row by row,
 A actions.
+
+The algorithm comes first, for one run. The flags, and what runs it on all devices, come after it.
 """
 
 import argparse
@@ -24,10 +26,8 @@ import itertools
 import json
 import math
 import os
-import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -50,65 +50,7 @@ from jax.experimental.multihost_utils import process_allgather
 MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left, up: row, column
 GOAL = 0  # the first cell; episodes start in the last one
 RANKINGS = np.array(list(itertools.permutations(range(len(MOVES)))))  # (24, A)
-BLOCK = 1000  # steps whose random bits are drawn at once
-COMPILER_OPTIONS = {
-    "xla_backend_optimization_level": 1,  # compiles sooner, runs as fast
-    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: random bits are drawn faster
-    "xla_disable_hlo_passes": "cpu-parallel-task-assigner",  # do not split small arrays: 1.2 times
-}
-
-
-def number(kind, low, high):
-    """Make an argparse type: an int or a float in [low, high]. An int may be written 2e6."""
-
-    def parse(text):
-        value = float(text)
-        if not low <= value <= high or value != kind(value):
-            raise ValueError
-        return kind(value)
-
-    parse.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse shows it in its error
-    return parse
-
-
-def output_file(path):
-    """Check for argparse that a file can be opened for writing."""
-    try:
-        open(path, "ab").close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {path!r}: {error.strerror}") from error
-    return path
-
-
-def parse_args(argv=None):
-    """Read and check the command line."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.allow_abbrev = False
-    add = parser.add_argument
-    count = number(int, 1, 1e6)
-    steps = number(int, 1, 1e9)
-    unit = number(float, 0, 1)
-    side = number(int, 2, 1e3)
-    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
-    text = "runs (agents) per learning rate, spread over devices"
-    add("--num-seeds", type=count, default=1, help=text)
-    text = "environment steps per run, rounded up to thousands"
-    add("--total-timesteps", type=steps, default=1_000_000, help=text)
-    add("--grid-size", type=side, default=[8, 12], nargs=2, help="numbers of rows and columns")
-    text = "step size alpha; several values: each one runs with each seed"
-    add("--learning-rate", type=unit, default=[0.1], nargs="+", help=text)
-    add("--gamma", type=unit, default=0.9, help="discount factor")
-    add("--epsilon", type=unit, default=0.1, help="probability of a random action")
-    text = "environment steps per progress line, rounded up to thousands"
-    add("--log-interval", type=steps, default=100_000, help=text)
-    add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
-    add("--save", type=output_file, metavar="FILE.npz", help="write tables, curves, arguments")
-    add("--plot", type=output_file, metavar="FILE.png", help="draw values and greedy actions")
-    args = parser.parse_args(argv)
-    args.num_cells = math.prod(args.grid_size)
-    args.total_blocks = math.ceil(args.total_timesteps / BLOCK)
-    args.log_blocks = math.ceil(args.log_interval / BLOCK)
-    return args
+BLOCK = 1000  # steps whose random numbers are drawn at once
 
 
 class TrainState(NamedTuple):
@@ -141,24 +83,21 @@ def init_state(args, seed, learning_rate):
     )
 
 
-def select_action(values, bits, epsilon):
-    """Choose an action epsilon-greedily by values (A,). Ties are broken at random.
+def select_action(values, explore, ranking):
+    """Choose an action epsilon-greedily by values (A,).
 
-    One random integer of 32 bits makes both decisions: two draws make a step 1.6 to 4 times as
-    slow. If the integer is below epsilon 2^32, all actions are candidates; otherwise only the best
-    are. The integer modulo 24 picks one of the 24 rankings of the actions, and the candidate with
-    the highest rank is taken. One integer is enough for both, because each remainder occurs almost
-    equally often among the integers below epsilon 2^32.
+    The candidates are all actions if the agent explores, and the best ones otherwise. A random
+    ranking of the actions breaks ties: the candidate with the highest rank is taken.
     """
-    candidates = (bits / 2.0**32 < epsilon) | (values == jnp.max(values))  # (A,)
-    ranks = jnp.asarray(RANKINGS)[bits % len(RANKINGS)]  # (A,)
+    candidates = explore | (values == jnp.max(values))  # (A,)
+    ranks = jnp.asarray(RANKINGS)[ranking]  # (A,)
     return jnp.argmax(jnp.where(candidates, ranks, -1))
 
 
-def train_step(args, state, bits):
+def train_step(args, state, draws):
     """Take one step, and update the value of the action taken."""
     values = state.q_table[state.cell]  # (A,)
-    action = select_action(values, bits, args.epsilon)
+    action = select_action(values, *draws)
     next_cell, reward, terminated = env_step(args, state.cell, action)
     next_value = jnp.where(terminated, 0.0, jnp.max(state.q_table[next_cell]))
     td_error = reward + args.gamma * next_value - values[action]
@@ -172,17 +111,20 @@ def train_step(args, state, bits):
 
 
 def train_block(args, state, _):
-    """Take BLOCK steps. Their random bits are drawn at once: fast, and in little memory."""
-    key, key_bits = jax.random.split(state.key)
-    bits = jax.random.bits(key_bits, BLOCK)
-    return jax.lax.scan(partial(train_step, args), state._replace(key=key), bits)
+    """Take BLOCK steps. Their random numbers are drawn at once: fast, and in little memory."""
+    key, key_explore, key_ranking = jax.random.split(state.key, 3)
+    explore = jax.random.bernoulli(key_explore, args.epsilon, BLOCK)
+    ranking = (len(RANKINGS) * jax.random.uniform(key_ranking, BLOCK)).astype(int)
+    draws = explore, ranking
+    return jax.lax.scan(partial(train_step, args), state._replace(key=key), draws)
 
 
-def train_chunk(args, num_blocks, state):
-    """Train up to the next progress line. Return state, and steps per episode (inf if none)."""
+def train_chunk(args, state):
+    """Train up to the next progress line. Return the state and what the line shows."""
     state = state._replace(episodes=jnp.array(0))
-    state, _ = jax.lax.scan(partial(train_block, args), state, length=num_blocks)
-    return state, num_blocks * BLOCK / state.episodes
+    state, _ = jax.lax.scan(partial(train_block, args), state, length=args.chunk_blocks)
+    episodes = jnp.where(state.episodes > 0, state.episodes, jnp.nan)  # nan if no episode ended
+    return state, {"steps_per_episode": args.chunk_timesteps / episodes}
 
 
 def evaluate(args, state):
@@ -202,34 +144,98 @@ def evaluate(args, state):
     return jnp.where(jnp.any(terminated), jnp.argmax(terminated) + 1.0, jnp.inf)
 
 
-def over_runs(function, num_devices, **jit_options):
-    """Compile a function of one run for R runs: vmapped, and sharded over the devices."""
+COMPILER_OPTIONS = {
+    "xla_backend_optimization_level": 1,  # compiles sooner, runs as fast
+    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: random bits are drawn faster
+    "xla_disable_hlo_passes": "cpu-parallel-task-assigner",  # do not split small arrays: 1.2 times
+}
+
+
+# The data of many runs would leave a CPU's cache: half as fast. A GPU takes all runs at once.
+RUNS_AT_ONCE = 128 if jax.default_backend() == "cpu" else 10**6
+
+
+# Fewer runs than this are 2 to 8 times as fast one after the other: the table update is a slow
+# operation of its own when it is vmapped.
+MIN_AT_ONCE = 64 if jax.default_backend() == "cpu" else 0
+
+
+def over_runs(function, num_devices, at_once):
+    """Compile a function of one run for R runs: each device takes a few at a time, vmapped."""
+
+    def on_one_device(*runs):
+        return jax.lax.map(lambda run: function(*run), runs, batch_size=at_once)
+
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
-    runs = jax.P("runs")
-    batched = jax.vmap(function)
     # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
-    sharded = jax.shard_map(batched, mesh=mesh, in_specs=runs, out_specs=runs, check_vma=False)
-    return jax.jit(sharded, compiler_options=COMPILER_OPTIONS, **jit_options)
+    shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    sharded = shard(on_one_device, in_specs=jax.P("runs"), out_specs=jax.P("runs"))
+    return jax.jit(sharded, compiler_options=COMPILER_OPTIONS)
 
 
 def gather(tree, num_runs):
-    """Copy the arrays of all runs, in all processes, to the host. Cut the surplus runs off."""
-    # In a thread: Python handles Ctrl-C while it waits for a thread, but not inside of jax.
-    host = ThreadPoolExecutor(1).submit(process_allgather, tree, tiled=True).result()
-    return jax.tree.map(lambda array: array[:num_runs], host)
+    """Copy the arrays of all runs, in all processes, to the host. Cut the padding off."""
+    return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
 
 
-def catch_signals():
-    """Collect Ctrl-C and SIGTERM in a list. The same signal again ends the process."""
-    caught = []
+def number(kind, low, high):
+    """Make an argparse type: an int or a float in [low, high]. An int may be written 2e6."""
 
-    def handler(signum, frame):
-        caught.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+    def parse(text):
+        value = float(text)
+        if not low <= value <= high or value != kind(value):
+            raise ValueError
+        return kind(value)
 
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
-    return caught
+    parse.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse shows it in its error
+    return parse
+
+
+def file_name(suffix):
+    """Make an argparse type: the name of a file that can be written and has this suffix."""
+
+    def parse(path):
+        if not path.endswith(suffix) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise ValueError
+        return path
+
+    parse.__name__ = f"{suffix} file in a writable folder"
+    return parse
+
+
+def parse_args(argv=None):
+    """Read and check the command line."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
+    add = parser.add_argument
+    count = number(int, 1, 1e6)
+    steps = number(int, 1, 1e9)
+    unit = number(float, 0, 1)
+    side = number(int, 2, 1e3)
+    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
+    text = "runs (agents) per learning rate, spread over devices"
+    add("--num-seeds", type=count, default=1, help=text)
+    text = "environment steps per run, rounded up to whole progress lines"
+    add("--total-timesteps", type=steps, default=1_000_000, help=text)
+    add("--grid-size", type=side, default=[8, 12], nargs=2, help="numbers of rows and columns")
+    text = "step size alpha; several values: each one runs with each seed"
+    add("--learning-rate", type=unit, default=[0.1], nargs="+", help=text)
+    add("--gamma", type=unit, default=0.9, help="discount factor")
+    add("--epsilon", type=unit, default=0.1, help="probability of a random action")
+    text = "environment steps per progress line, at most, in thousands"
+    add("--log-interval", type=steps, default=100_000, help=text)
+    add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
+    add("--save", type=file_name(".npz"), metavar="FILE", help="write tables, curves, arguments")
+    add("--plot", type=file_name(".png"), metavar="FILE", help="draw values and greedy actions")
+    args = parser.parse_args(argv)
+    if len(set(args.learning_rate)) < len(args.learning_rate):
+        parser.error("argument --learning-rate: the same value twice")
+    args.num_cells = math.prod(args.grid_size)
+    min_blocks = math.ceil(args.total_timesteps / BLOCK)
+    args.num_chunks = math.ceil(min_blocks / math.ceil(args.log_interval / BLOCK))
+    args.chunk_blocks = math.ceil(min_blocks / args.num_chunks)
+    args.chunk_timesteps = args.chunk_blocks * BLOCK
+    return args
 
 
 def grid_text(q_table):
@@ -238,6 +244,17 @@ def grid_text(q_table):
     signs = np.where(values > 0, np.array(list(">v<^"))[q_table.argmax(axis=-1)], ".")
     cells = np.char.add(signs, np.char.mod(" %.3f", values))
     return "\n".join("  ".join(row) for row in cells)
+
+
+def print_rate(rate, q_table, greedy_steps):
+    """Print what the runs (r,) with one learning rate learned: tables (r, H, W, A)."""
+    value = q_table[:, -1, -1].max(axis=-1).mean()
+    arrived = greedy_steps[np.isfinite(greedy_steps)]
+    longest = f", in at most {arrived.max():.0f} steps" if len(arrived) else ""
+    print(
+        f"learning rate {rate:g}: value of the start {value:.5f},"
+        f" goal reached by {len(arrived)} of {len(greedy_steps)} greedy agents{longest}"
+    )
 
 
 def plot(path, q_table):
@@ -254,8 +271,8 @@ def plot(path, q_table):
     plt.savefig(path)
 
 
-def main(argv=None, signals=()):
-    """Train until done, or until `signals` is not empty. Evaluate, report, return the exit code."""
+def main(argv=None):
+    """Train, evaluate and report. Return what --save writes."""
     args = parse_args(argv)
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
@@ -263,71 +280,70 @@ def main(argv=None, signals=()):
     learning_rate = np.repeat(args.learning_rate, args.num_seeds)  # (R,)
     seed = np.tile(args.seed + np.arange(args.num_seeds), len(args.learning_rate))  # (R,)
     num_runs = len(seed)
-    per_device = math.ceil(num_runs / jax.device_count())
-    num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    padding = (0, num_devices * per_device - num_runs)  # copies of the last run fill the devices
+    num_devices = jax.device_count() if args.distributed else min(num_runs, jax.device_count())
+    per_device = math.ceil(num_runs / num_devices)
+    num_batches = math.ceil(per_device / RUNS_AT_ONCE)
+    at_once = math.ceil(per_device / num_batches)
+    if at_once < MIN_AT_ONCE:
+        num_batches, at_once = per_device, 1
+    padding = (0, num_devices * num_batches * at_once - num_runs)  # copies of the last run
+    compiled = partial(over_runs, num_devices=num_devices, at_once=at_once)
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"grid world, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
-    init = over_runs(partial(init_state, args), num_devices)
+    init = compiled(partial(init_state, args))
     state = init(np.pad(seed, padding, "edge"), np.pad(learning_rate, padding, "edge"))
-    ends = [*range(args.log_blocks, args.total_blocks, args.log_blocks), args.total_blocks]
-    chunks = np.diff(ends, prepend=0)  # blocks for each progress line
-    programs = {}
-    for blocks in set(chunks):
-        chunk = over_runs(partial(train_chunk, args, blocks), num_devices, donate_argnums=0)
-        programs[blocks] = chunk.lower(state).compile()
+    train = compiled(partial(train_chunk, args)).lower(state).compile()
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
-    began = time.perf_counter()
-    timesteps = np.array(ends) * BLOCK  # (K,)
-    report = []  # (K, R)
-    for blocks, step in zip(chunks, timesteps, strict=True):
-        state, steps_per_episode = programs[blocks](state)
-        report.append(gather(steps_per_episode, num_runs))
-        train_seconds = time.perf_counter() - began
-        ended = report[-1][np.isfinite(report[-1])]  # of runs in which an episode ended
-        print(
-            f"step {step:,}  steps per episode {ended.mean() if len(ended) else math.nan:.1f}"
-            f"  {step * num_runs / train_seconds:,.0f} steps/s"
-        )
-        if process_allgather(bool(signals)).any():  # in any process
-            break
+    timesteps = args.chunk_timesteps * np.arange(1, args.num_chunks + 1)  # (K,)
+    lines, train_seconds = [], 0.0
+    try:
+        for timestep in timesteps:
+            began = time.perf_counter()
+            next_state, metrics = train(state)
+            lines.append(gather(metrics, num_runs))  # waits for the chunk; Ctrl-C is raised here
+            state = next_state
+            train_seconds += time.perf_counter() - began
+            mean = jax.tree.map(jnp.nanmean, lines[-1])  # NumPy's would warn if all are nan
+            speed = timestep * num_runs / train_seconds
+            print(
+                f"step {timestep:,}  steps per episode {mean['steps_per_episode']:.1f}"
+                f"  {speed:,.0f} steps/s"
+            )
+    except KeyboardInterrupt:
+        if args.distributed or not lines:
+            raise
+        print("interrupted: the results are those of the last line")
 
-    greedy_steps = over_runs(partial(evaluate, args), num_devices)(state)  # (R,)
+    greedy_steps = compiled(partial(evaluate, args))(state)  # (R,)
     greedy_steps, q_table = gather((greedy_steps, state.q_table), num_runs)
     q_table = q_table.reshape(num_runs, *args.grid_size, len(MOVES))  # (R, H, W, A)
     mean_table = q_table.mean(axis=0)
     print(grid_text(mean_table))
     for rate in args.learning_rate:
-        value = q_table[learning_rate == rate, -1, -1].max(axis=-1).mean()
-        steps = greedy_steps[learning_rate == rate]
-        arrived = steps[np.isfinite(steps)]
-        longest = f", in at most {arrived.max():.0f} steps" if len(arrived) else ""
-        print(
-            f"learning rate {rate:g}: value of the start {value:.5f},"
-            f" goal reached by {len(arrived)} of {len(steps)} greedy agents{longest}"
-        )
+        print_rate(rate, q_table[learning_rate == rate], greedy_steps[learning_rate == rate])
+    results = {
+        "args": json.dumps(vars(args)),
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "compile_seconds": compile_seconds,
+        "train_seconds": train_seconds,
+        "interrupted": len(lines) < args.num_chunks,
+        "timesteps": timesteps[: len(lines)],
+        **jax.tree.map(lambda *values: np.stack(values), *lines),  # (K, R)
+        "greedy_steps": greedy_steps,  # inf where the greedy policy never reaches the goal
+        "q_table": q_table,
+    }
     if args.save:
-        np.savez(
-            args.save,
-            args=json.dumps(vars(args)),
-            seed=seed,
-            learning_rate=learning_rate,
-            compile_seconds=compile_seconds,
-            train_seconds=train_seconds,
-            timesteps=timesteps[: len(report)],
-            steps_per_episode=report,
-            greedy_steps=greedy_steps,  # inf where the greedy policy never reaches the goal
-            q_table=q_table,
-        )
+        np.savez(args.save, **results)
     if args.plot:
         plot(args.plot, mean_table)
-    return 130 if signals else 0
+    return results
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
-    sys.exit(main(signals=catch_signals()))
+    sys.exit(130 if main()["interrupted"] else 0)

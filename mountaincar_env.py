@@ -14,19 +14,21 @@ A car is too weak to drive straight up a hill. It must first swing back and fort
     python mountaincar_env.py --policy rocking    # this policy reaches the goal
     python mountaincar_env.py                     # random actions do not
 
-To write another environment, change EnvParams, EnvState, `start`, `dynamics`, the class, and the
-actions in `vector_step`. Shapes: T steps, N environments, n of them on each device.
+To write another environment, change EnvParams, EnvState, `start`, `dynamics`, the class, the
+actions in `vector_step` and the returns in `rollout`. The environment comes first. What rolls it
+out on all devices comes after it.
+
+Shapes: K progress lines, T steps, N environments, n of them on each device.
 """
 
 import argparse
 import json
 import math
 import os
-import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 # jax reads this when it is imported: each CPU core that this process may use becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -46,54 +48,8 @@ from flax import struct  # gymnax depends on it
 from gymnax.environments import environment, spaces
 from jax.experimental.multihost_utils import process_allgather
 
-BLOCK = 100  # steps for which random bits are drawn at once: faster than in each step
-COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}  # the widest vectors: 1.7 times as fast
-
-
-def number(kind, low, high):
-    """Make an argparse type: an int or a float in [low, high]. An int may be written 2e6."""
-
-    def parse(text):
-        value = float(text)
-        if not low <= value <= high or value != kind(value):
-            raise ValueError
-        return kind(value)
-
-    parse.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse shows it in its error
-    return parse
-
-
-def output_file(path):
-    """Check for argparse that a file can be opened for writing."""
-    try:
-        open(path, "ab").close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {path!r}: {error.strerror}") from error
-    return path
-
-
-def parse_args(argv=None):
-    """Read and check the command line."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.allow_abbrev = False
-    add = parser.add_argument
-    steps = number(int, 1, 1e9)  # per progress line: its sums are int32
-    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of all random draws")
-    text = f"environment steps of all cars, rounded up to {BLOCK} steps of each car"
-    add("--total-timesteps", type=number(int, 1, 1e12), default=10**9, help=text)
-    add("--num-envs", type=number(int, 1, 1e6), default=4096, help="cars stepped in lockstep")
-    text = "rocking pushes in the direction of motion"
-    add("--policy", choices=["random", "rocking"], default="random", help=text)
-    add("--log-interval", type=steps, default=2 * 10**8, help="steps of all cars per progress line")
-    add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
-    add("--save", type=output_file, metavar="FILE.npz", help="write every step: 22 bytes each")
-    args = parser.parse_args(argv)
-    if args.distributed:  # all processes take part, so each device gets the same number of cars
-        args.num_envs = math.ceil(args.num_envs / jax.device_count()) * jax.device_count()
-    args.block_timesteps = BLOCK * args.num_envs
-    args.total_blocks = math.ceil(args.total_timesteps / args.block_timesteps)
-    args.log_blocks = math.ceil(args.log_interval / args.block_timesteps)
-    return args
+BLOCK = 100  # steps for which random numbers are drawn at once: faster than in each step
+MAX_SAVED = 1e8  # steps; they are in memory twice while they are joined
 
 
 @struct.dataclass
@@ -155,17 +111,22 @@ class MountainCar(environment.Environment):
     default_params = EnvParams()
 
     def step_env(self, key, state, action, params):
-        """Step once. Return observation, state, reward, terminated and info."""
+        """Step once. Return observation, state, reward, terminated and info.
+
+        A random environment would split the key and pass one part on to `dynamics`.
+        """
         state = dynamics(state, action, params)
-        return self.get_obs(state), state, jnp.array(-1.0), self.is_terminated(state, params), {}
+        obs = self.observe(key, state, action, params)
+        return obs, state, jnp.array(-1.0), self.is_terminated(state, params), {}
 
     def reset_env(self, key, params):
         """Start an episode. Return observation and state."""
-        state = start(jax.random.uniform(key))
-        return self.get_obs(state), state
+        key_start, key_observe = jax.random.split(key)
+        state = start(jax.random.uniform(key_start))
+        return self.observe(key_observe, state, None, params), state
 
-    def get_obs(self, state, params=None, key=None):
-        """Return the observation (2,)."""
+    def observe(self, key, state, action, params):
+        """Return the observation (2,) of a state, to which the action led (None at the start)."""
         return jnp.stack([state.position, state.velocity])
 
     def is_terminated(self, state, params):
@@ -183,108 +144,194 @@ class MountainCar(environment.Environment):
         return spaces.Box(low, high, (2,))
 
 
-def vector_step(args, shift, carry, bits):
-    """Step n cars with 16 of the 32 random bits (n,) of each. Return also what --save keeps."""
+class RolloutState(NamedTuple):
+    """The state of n cars on one device, and sums since the last progress line."""
+
+    key: jax.Array  # (1,)
+    env_state: EnvState  # (n,)
+    episodes: jax.Array  # (n,) number that ended
+    goals: jax.Array  # (n,) number that ended at the goal
+
+
+def init_state(args, device):
+    """Return the state in which the n cars of a device start; device (1,) is its number."""
+    key = jax.random.key(args.seed, impl="rbg")  # draws many numbers faster than the default
+    key, key_start = jax.random.split(jax.random.fold_in(key, device[0]))
+    env_state = start(jax.random.uniform(key_start, args.device_envs))
+    zeros = jnp.zeros(args.device_envs, int)
+    return RolloutState(key[None], env_state, zeros, zeros)
+
+
+def vector_step(args, state, draws):
+    """Step n cars. Also return what --save keeps of the step."""
     env, params = MountainCar(), EnvParams()
-    state, totals = carry
-    # The 16 bits are an integer from 0 to 65535. Three times this integer, divided by 65536, has
-    # a quotient from 0 to 2, which is the action. The remainder divided by 65536 is a fraction
-    # in [0, 1), which says where the next episode starts if this step ends one.
-    product = 3 * ((bits >> shift) & 0xFFFF)
-    action = (product >> 16).astype(jnp.int32)
+    key, uniform = draws  # one key; (n,) in [0, 1)
+    # Three times a uniform number: the integer part is the action. The rest is uniform in [0, 1)
+    # whatever the action is. It says where the next episode starts, if this step ends one.
+    tripled = 3 * uniform
+    action = tripled.astype(jnp.int32)
+    fraction = tripled - action
     if args.policy == "rocking":
-        action = jnp.where(state.velocity < 0, 0, 2)
-    step = jax.vmap(partial(env.step_env, None, params=params))
-    final_obs, next_state, _, terminated, _ = step(state, action)
-    truncated = env.is_truncated(next_state, params)
+        action = jnp.where(state.env_state.velocity < 0, 0, 2)
+    keys = jax.random.split(key, len(action))  # not computed unless the environment uses them
+    step = jax.vmap(partial(env.step_env, params=params))
+    final_obs, env_state, _, terminated, _ = step(keys, state.env_state, action)
+    truncated = env.is_truncated(env_state, params)
     done = terminated | truncated
-    totals += jnp.stack([done, terminated, done * next_state.time])
-    fresh = start((product & 0xFFFF) / jnp.float32(2**16))
-    next_state = jax.tree.map(partial(jnp.where, done), fresh, next_state)
-    kept = {"obs": jax.vmap(env.get_obs)(state), "action": action, "final_observation": final_obs}
-    return (next_state, totals), kept | {"terminated": terminated, "truncated": truncated}
+    obs = jax.vmap(partial(env.observe, action=None, params=params))(keys, state.env_state)
+    kept = {"obs": obs, "action": action, "final_observation": final_obs}
+    kept |= {"terminated": terminated, "truncated": truncated}
+    state = state._replace(
+        env_state=jax.tree.map(partial(jnp.where, done), start(fraction), env_state),
+        episodes=state.episodes + done,
+        goals=state.goals + terminated,
+    )
+    return state, kept if args.save else None
 
 
-def rollout(args, num_blocks, chunk_index, state):
-    """Step n cars up to the next progress line. Return statistics of the cars on all devices."""
-
-    def block(carry, key):
-        bits = jax.random.bits(key, (BLOCK // 2, len(state.time)))  # 32 bits serve two steps
-        carry, first = jax.lax.scan(partial(vector_step, args, 16), carry, bits)
-        carry, second = jax.lax.scan(partial(vector_step, args, 0), carry, bits)
-        kept = jax.tree.map(lambda *halves: jnp.concatenate(halves), first, second)
-        return carry, kept if args.save else None
-
-    key = jax.random.key(args.seed, impl="rbg")  # faster in bulk than threefry
-    key = jax.random.fold_in(jax.random.fold_in(key, chunk_index), jax.lax.axis_index("envs"))
-    carry = state, jnp.zeros((3, len(state.time)), jnp.int32)  # sums: episodes, goals, steps
-    (state, totals), kept = jax.lax.scan(block, carry, jax.random.split(key, num_blocks))
-    episodes, goals, steps = jax.lax.psum(totals.sum(axis=1), "envs")
-    report = episodes, goals / episodes, -steps / episodes  # every reward is -1
-    return state, report, jax.tree.map(jnp.concatenate, kept)
+def block(args, state, _):
+    """Take BLOCK steps. Their random numbers are drawn at once: fast, and in little memory."""
+    key, key_uniform, key_step = jax.random.split(state.key[0], 3)
+    # 16 random bits a number: with jax 0.11, this is 1.4 times as fast as jax.random.uniform.
+    uniform = jax.random.bits(key_uniform, (BLOCK, args.device_envs), jnp.uint16) / 2**16
+    draws = jax.random.split(key_step, BLOCK), uniform
+    return jax.lax.scan(partial(vector_step, args), state._replace(key=key[None]), draws)
 
 
-def catch_signals():
-    """Collect Ctrl-C and SIGTERM in a list. The same signal again ends the process."""
-    caught = []
+def rollout(args, state):
+    """Step n cars up to the next progress line. Also return its sums (n,) and what --save keeps."""
+    age = state.env_state.time
+    state = state._replace(episodes=jnp.zeros_like(age), goals=jnp.zeros_like(age))
+    state, kept = jax.lax.scan(partial(block, args), state, length=args.chunk_blocks)
+    # Every reward is -1. Of the steps taken, those of episodes that go on do not count yet.
+    returns = -(args.chunk_blocks * BLOCK + age - state.env_state.time)
+    sums = {"episodes": state.episodes, "goals": state.goals, "returns": returns}
+    kept = jax.tree.map(lambda array: jnp.concatenate(array).swapaxes(0, 1), kept)  # (n, T, ...)
+    return state, sums, kept
 
-    def handler(signum, frame):
-        caught.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
 
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
-    return caught
+def over_devices(function, num_devices):
+    """Compile a function of the cars of one device for all N cars."""
+    mesh = jax.make_mesh((num_devices,), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
+    # No check_vma: cars do not communicate, and the check rejects loops that start from constants.
+    shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
+    sharded = shard(function, in_specs=jax.P("envs"), out_specs=jax.P("envs"))
+    # The widest vectors: 1.7 times as fast.
+    return jax.jit(sharded, compiler_options={"xla_cpu_prefer_vector_width": 512})
 
 
-def main(argv=None, signals=()):
-    """Roll out until done, or until `signals` is not empty. Report, return the exit code."""
+def gather(tree, num_runs):
+    """Copy the arrays of all runs, in all processes, to the host. Cut the padding off."""
+    return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
+
+
+def number(kind, low, high):
+    """Make an argparse type: an int or a float in [low, high]. An int may be written 2e6."""
+
+    def parse(text):
+        value = float(text)
+        if not low <= value <= high or value != kind(value):
+            raise ValueError
+        return kind(value)
+
+    parse.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse shows it in its error
+    return parse
+
+
+def file_name(suffix):
+    """Make an argparse type: the name of a file that can be written and has this suffix."""
+
+    def parse(path):
+        if not path.endswith(suffix) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise ValueError
+        return path
+
+    parse.__name__ = f"{suffix} file in a writable folder"
+    return parse
+
+
+def parse_args(argv=None):
+    """Read and check the command line."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
+    add = parser.add_argument
+    steps = number(int, 1, 1e9)
+    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of all random draws")
+    text = "environment steps of all cars, rounded up to whole progress lines"
+    add("--total-timesteps", type=number(int, 1, 1e12), default=10**9, help=text)
+    add("--num-envs", type=number(int, 1, 1e6), default=4096, help="cars stepped in lockstep")
+    text = "rocking pushes in the direction of motion"
+    add("--policy", choices=["random", "rocking"], default="random", help=text)
+    text = f"environment steps of all cars per progress line, at most; or {BLOCK} of each car"
+    add("--log-interval", type=steps, default=2 * 10**8, help=text)
+    add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
+    text = f"write every step, 22 bytes each, of at most {MAX_SAVED:g}"
+    add("--save", type=file_name(".npz"), metavar="FILE", help=text)
+    args = parser.parse_args(argv)
+    block_timesteps = BLOCK * args.num_envs
+    min_blocks = math.ceil(args.total_timesteps / block_timesteps)
+    args.num_chunks = math.ceil(min_blocks / math.ceil(args.log_interval / block_timesteps))
+    args.chunk_blocks = math.ceil(min_blocks / args.num_chunks)
+    args.chunk_timesteps = args.chunk_blocks * block_timesteps
+    if args.save and args.num_chunks * args.chunk_timesteps > MAX_SAVED:
+        parser.error(f"--save writes at most {MAX_SAVED:g} steps: --total-timesteps is too large")
+    return args
+
+
+def main(argv=None):
+    """Roll out and report. Return what --save writes; the steps are in it only with --save."""
     args = parse_args(argv)
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
-    num_devices = max(n for n in range(1, jax.device_count() + 1) if args.num_envs % n == 0)
+    num_devices = jax.device_count() if args.distributed else min(args.num_envs, jax.device_count())
+    args.device_envs = math.ceil(args.num_envs / num_devices)  # surplus cars fill the last device
     device_kind = jax.devices()[0].device_kind
     print(f"{args.num_envs:,} x {MountainCar.name} on {num_devices} x {device_kind}")
 
     began = time.perf_counter()
-    mesh = jax.make_mesh((num_devices,), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
-    in_specs = jax.P(), jax.P("envs")
-    out_specs = jax.P("envs"), jax.P(), jax.P(None, "envs")
-    shard = partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    fraction = jax.random.uniform(jax.random.key(args.seed), args.num_envs)
-    state = jax.tree.map(np.array, start(fraction))  # NumPy: jax arrays would belong to one process
-    ends = [*range(args.log_blocks, args.total_blocks, args.log_blocks), args.total_blocks]
-    chunks = np.diff(ends, prepend=0)  # blocks for each progress line
-    programs = {}
-    for blocks in set(chunks):
-        # No check_vma: this check rejects loops that start from constants.
-        sharded = shard(partial(rollout, args, blocks), check_vma=False)
-        jitted = jax.jit(sharded, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
-        programs[blocks] = jitted.lower(0, state).compile()
-    print(f"compiled in {time.perf_counter() - began:.1f} s")
+    state = over_devices(partial(init_state, args), num_devices)(np.arange(num_devices))
+    chunk = over_devices(partial(rollout, args), num_devices).lower(state).compile()
+    compile_seconds = time.perf_counter() - began
+    print(f"compiled in {compile_seconds:.1f} s")
 
-    began = time.perf_counter()
-    timesteps = np.array(ends) * args.block_timesteps
-    kept = []
-    for i, step in enumerate(timesteps):
-        state, report, transitions = programs[chunks[i]](i, state)
-        # In a thread: Python handles Ctrl-C while it waits for a thread, but not inside of jax.
-        ThreadPoolExecutor(1).submit(jax.block_until_ready, report).result()
-        kept.append(process_allgather(transitions, tiled=True))
-        episodes, goal_fraction, mean_return = map(np.array, report)
-        speed = step / (time.perf_counter() - began) / 1e6
-        print(
-            f"step {step:,}  episodes {episodes:,}  at the goal {goal_fraction:.1%}"
-            f"  return {mean_return:.1f}  {speed:.0f} M steps/s"
-        )
-        if process_allgather(bool(signals)).any():  # in any process
-            break
-    if args.save and jax.process_index() == 0:  # but all processes collect
-        trajectory = {name: np.concatenate([part[name] for part in kept]) for name in kept[0]}
-        np.savez(args.save, args=json.dumps(vars(args)), **trajectory)  # (T, N, ...)
-    return 130 if signals else 0
+    timesteps = args.chunk_timesteps * np.arange(1, args.num_chunks + 1)  # (K,)
+    lines, trajectory, seconds = [], [], 0.0
+    try:
+        for timestep in timesteps:
+            began = time.perf_counter()
+            state, sums, kept = jax.block_until_ready(chunk(state))
+            seconds += time.perf_counter() - began
+            sums, kept = gather((sums, kept), args.num_envs)
+            total = jax.tree.map(jnp.sum, sums)
+            metrics = {name: total[name] / total["episodes"] for name in ("goals", "returns")}
+            lines.append({"episodes": total["episodes"], **metrics})
+            trajectory.append(kept)
+            print(
+                f"step {timestep:,}  episodes {total['episodes']:,}"
+                f"  at the goal {metrics['goals']:.1%}  return {metrics['returns']:.1f}"
+                f"  {timestep / seconds / 1e6:.0f} M steps/s"
+            )
+    except KeyboardInterrupt:
+        if args.distributed or not lines:
+            raise
+        print("interrupted: the results are those of the last line")
+
+    results = {
+        "args": json.dumps(vars(args)),
+        "compile_seconds": compile_seconds,
+        "rollout_seconds": seconds,
+        "interrupted": len(lines) < args.num_chunks,
+        "timesteps": timesteps[: len(lines)],
+        **jax.tree.map(lambda *values: np.stack(values), *lines),  # (K,)
+    }
+    if args.save:
+        arrays = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *trajectory)
+        results |= {name: array.swapaxes(0, 1) for name, array in arrays.items()}  # (T, N, ...)
+        if jax.process_index() == 0:
+            np.savez(args.save, **results)
+    return results
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
-    sys.exit(main(signals=catch_signals()))
+    sys.exit(130 if main()["interrupted"] else 0)
