@@ -220,6 +220,15 @@ COMPILER_OPTIONS = {
 RUNS_AT_ONCE = 16 if jax.default_backend() == "cpu" else 10**6
 
 
+def spread(num_runs, all_devices):
+    """Spread R runs evenly. Return how many devices, runs at once on each, and copies to add."""
+    num_devices = jax.device_count() if all_devices else min(num_runs, jax.device_count())
+    per_device = math.ceil(num_runs / num_devices)
+    num_batches = math.ceil(per_device / RUNS_AT_ONCE)
+    at_once = math.ceil(per_device / num_batches)
+    return num_devices, at_once, num_devices * num_batches * at_once - num_runs
+
+
 def over_runs(function, num_devices, at_once):
     """Compile a function of one run for R runs: each device takes a few at a time, vmapped."""
 
@@ -333,18 +342,14 @@ def main(argv=None):
     learning_rate = np.repeat(args.learning_rate, args.num_seeds)  # (R,)
     seed = np.tile(args.seed + np.arange(args.num_seeds), len(args.learning_rate))  # (R,)
     num_runs = len(seed)
-    num_devices = jax.device_count() if args.distributed else min(num_runs, jax.device_count())
-    per_device = math.ceil(num_runs / num_devices)
-    num_batches = math.ceil(per_device / RUNS_AT_ONCE)
-    at_once = math.ceil(per_device / num_batches)
-    padding = (0, num_devices * num_batches * at_once - num_runs)  # copies of the last run
+    num_devices, at_once, copies = spread(num_runs, args.distributed)
     compiled = partial(over_runs, num_devices=num_devices, at_once=at_once)
-    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    print(f"{args.env_id}, {runs} on {num_devices} x {jax.devices()[0].device_kind}")
+    how_many = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    print(f"{args.env_id}, {how_many} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
-    init = compiled(partial(init_state, args))
-    state = init(np.pad(seed, padding, "edge"), np.pad(learning_rate, padding, "edge"))
+    runs = [np.pad(values, (0, copies), "edge") for values in (seed, learning_rate)]
+    state = compiled(partial(init_state, args))(*runs)
     train = compiled(partial(train_chunk, args)).lower(state).compile()
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
