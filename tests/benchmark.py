@@ -1,10 +1,13 @@
 """Measure what README.md says and write tests/RESULTS.md.
 
-    python tests/benchmark.py            # about ten minutes on two cores
+    python tests/benchmark.py                               # half an hour on two cores
+    python tests/benchmark.py --peer --newest python3.13    # with rejax, and the newest jax
 
-Each script runs as a user would run it, in a process of its own.
+Each script runs as a user would run it, in a process of its own. --peer installs rejax in a virtual
+environment of its own. --newest names a Python that has the packages with the newest jax.
 """
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -26,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = Path(tempfile.mkdtemp())
 LEARNERS = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py", "reinforce_parallel.py"]
 TWENTY = ["--num-seeds", "20"]
+FRESH = ["--seed", "1000"]  # the first of the seeds that no default was chosen on
 
 # Flags of reinforce_parallel.py where its defaults do not learn or take too long.
 ENV_FLAGS = {
@@ -59,7 +63,7 @@ LINE_ABLATIONS = [
     ),
     (
         "parallel_td.py",
-        "optax.linear_schedule(learning_rate, 0.0, args.learning_updates)",
+        "optax.linear_schedule(learning_rate, 0.0, args.total_updates)",
         "learning_rate",
     ),
     (
@@ -69,6 +73,104 @@ LINE_ABLATIONS = [
         " / jnp.maximum(batch.mask.sum(axis=1, keepdims=True), 1)",
     ),
 ]
+
+# What lines that are there for speed are worth: what they do, script, flags, whether the newest jax
+# is meant, and each text with its replacement.
+COLUMNS = "jnp.stack([phi @ column for column in weights.T], axis=1)"
+BEFORE_LOOP = [
+    ("jax.vmap(partial(draw, args))(keys)", "keys"),
+    ("    state, sums = carry\n", "    state, sums = carry\n    draws = draw(args, draws)\n"),
+]
+LONG = "--total-timesteps 1e6"
+MANY = "--num-seeds 128 --total-timesteps 1e5"
+CARS = "--total-timesteps 5e8"
+WIDE = '    "xla_cpu_prefer_vector_width": 512,'
+SPEED = [
+    ("one product per action", "parallel_td.py", LONG, False, [(COLUMNS, "phi @ weights")]),
+    ("random numbers before the loop", "parallel_td.py", LONG, False, BEFORE_LOOP),
+    ("wide vectors", "parallel_td.py", LONG, False, [(WIDE, "    #")]),
+    (
+        "small arrays not split among threads",
+        "parallel_td.py",
+        LONG,
+        False,
+        [("cpu-parallel-task-assigner,", "")],
+    ),
+    ("no jax 0.11 matrix library", "parallel_td.py", LONG, True, [(",dot-library-rewriter", "")]),
+    (
+        "centers (D, F)",
+        "parallel_td.py",
+        "--num-seeds 20",
+        False,
+        [
+            ("shape = (obs.shape[-1], args.num_centers)", "shape = (args.num_centers, 4)"),
+            ("centers[:, None, :]", "centers.T[:, None, :]"),
+            ("state.centers.mT", "state.centers"),
+        ],
+    ),
+    ("a few runs at once", "parallel_td.py", MANY, False, [("= 16 if", "= 1000 if")]),
+    ("a few runs at once", "replay_td.py", MANY, False, [("= 16 if", "= 1000 if")]),
+    (
+        "a few agents one after the other",
+        "gridworld_qlearning.py",
+        "--num-seeds 20",
+        False,
+        [("MIN_AT_ONCE = 64 if", "MIN_AT_ONCE = 0 if")],
+    ),
+    (
+        "loops as one function",
+        "gridworld_qlearning.py",
+        "--total-timesteps 1e7",
+        False,
+        [("byte_threshold=500000", "byte_threshold=1000")],
+    ),
+    (
+        "loops as one function",
+        "mountaincar_env.py",
+        CARS,
+        False,
+        [("byte_threshold=1000000000", "byte_threshold=1000")],
+    ),
+    (
+        "Taylor series of the cosine",
+        "mountaincar_env.py",
+        CARS,
+        False,
+        [("slope = cosine(", "slope = jnp.cos(")],
+    ),
+    (
+        "wide vectors",
+        "mountaincar_env.py",
+        CARS,
+        False,
+        [('{"xla_cpu_prefer_vector_width": 512}', "{}")],
+    ),
+    (
+        "16 random bits",
+        "mountaincar_env.py",
+        CARS,
+        True,
+        [
+            ("jax.random.bits(", "jax.random.uniform("),
+            (", jnp.uint16) / 2**16", ")"),
+        ],
+    ),
+]
+
+# Runs rejax: algorithm. Prints steps, seconds of compiling and training, and the last return.
+PEER = """
+import json, sys, time
+import jax, rejax
+agent = getattr(rejax, sys.argv[1]).create(env="CartPole-v1")
+key = jax.random.key(0)
+began = time.perf_counter()
+train = jax.jit(lambda key: agent.train(key)).lower(key).compile()
+compiled = time.perf_counter()
+_, (_, returns) = jax.block_until_ready(train(key))
+trained = time.perf_counter() - compiled
+print(json.dumps([agent.total_timesteps, compiled - began, trained, float(returns[-1].mean())]))
+"""
+PEER_PACKAGES = ["rejax==0.1.3", "gymnax==0.0.9", "jax==0.10.1", "jaxlib==0.10.1", "six"]
 
 # The TD scripts on other tasks: script, environment and flags.
 TASKS = [
@@ -83,10 +185,10 @@ TASKS = [
 ]
 
 
-def run(script, *flags, save=True):
+def run(script, *flags, save=True, python=sys.executable):
     """Run a script. Returns seconds from command to end, printed lines and saved arrays."""
     path = FOLDER / "saved.npz"
-    command = [sys.executable, str(script), *flags]
+    command = [python, str(script), *flags]
     print("+", " ".join(command), flush=True)
     if save:
         command += ["--save", str(path)]
@@ -113,15 +215,19 @@ def milestones(timesteps, returns):
     return first, timesteps[after] if after < len(timesteps) else np.inf
 
 
+def passes(saved):
+    """Number of runs that passed, and the greedy mean of the worst run."""
+    greedy = saved["greedy_return"].mean(axis=1)
+    return f"{np.sum(greedy >= 475)} of {len(greedy)}", f"{greedy.min():.0f}"
+
+
 def learned(saved):
     """Number of runs that passed, greedy mean of the worst run, median steps to both milestones."""
-    greedy = saved["greedy_return"].mean(axis=1)
-    passed = f"{np.sum(greedy >= 475)} of {len(greedy)}"
     timesteps = np.broadcast_to(saved["timesteps"].T, saved["returns"].T.shape)
     steps = [milestones(t, r) for t, r in zip(timesteps, saved["returns"].T, strict=True)]
     medians = np.median(steps, axis=0)
     shown = ["never" if np.isinf(median) else f"{median / 1e3:.0f}k" for median in medians]
-    return passed, f"{greedy.min():.0f}", *shown
+    return *passes(saved), *shown
 
 
 def picture(curves):
@@ -129,7 +235,9 @@ def picture(curves):
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
-    _, panels = plt.subplots(1, 4, figsize=(14, 3.6), sharey=True, layout="constrained")
+    _, panels = plt.subplots(
+        1, 4, figsize=(14, 3.6), sharex=True, sharey=True, layout="constrained"
+    )
     for axes, (script, saved) in zip(panels, curves.items(), strict=True):
         timesteps = np.broadcast_to(saved["timesteps"].T, saved["returns"].T.shape).T
         axes.plot(timesteps, saved["returns"], "C0", linewidth=0.4)
@@ -151,24 +259,44 @@ def table(head, rows):
 
 
 def learning():
-    """Measure twenty runs of each learner together, and one run of each script, twice."""
-    rows, curves = [], {}
+    """Measure 1, 20, 128 and 400 runs of each learner. Returns two tables."""
+    rows, speeds, curves = [], [], {}
     for script in LEARNERS:
+        alone = [run(ROOT / script) for _ in range(3)]
+        seconds, lines, saved = alone[int(np.argsort([part[0] for part in alone])[1])]  # median
+        compiling, training = saved["compile_seconds"], saved["train_seconds"]
+        importing = import_seconds(script)
+        rest = seconds - importing - compiling - training
+        times = [f"{part:.1f}" for part in (importing, compiling, training, rest, seconds)]
         _, many_lines, saved = run(ROOT / script, *TWENTY)
         curves[script] = saved
-        alone = [run(ROOT / script) for _ in range(2)]
-        one = np.mean([speed_of(lines) for _, lines, _ in alone])
-        compiling = np.mean([one_saved["compile_seconds"] for _, _, one_saved in alone])
-        waiting = np.mean([seconds for seconds, _, _ in alone])
-        speeds = f"{one:.2f}", f"{speed_of(many_lines):.2f}"
-        rows.append([f"`{script}`", *learned(saved), *speeds, f"{compiling:.1f}", f"{waiting:.1f}"])
+        speed = [speed_of(lines), speed_of(many_lines)]
+        milestones_of_twenty = learned(saved)[2:]
+        for runs in "128", "400":
+            _, many_lines, saved = run(ROOT / script, "--num-seeds", runs, *FRESH)
+            speed.append(speed_of(many_lines))
+        training = f"{saved['train_seconds']:.0f}"
+        rows.append([f"`{script}`", *passes(saved), training, *milestones_of_twenty])
+        speeds.append([f"`{script}`", *times, *[f"{value:.2f}" for value in speed]])
     for script in ["gridworld_qlearning.py", "mountaincar_env.py"]:
-        waiting = np.mean([run(ROOT / script, save=False)[0] for _ in range(2)])
-        rows.append([f"`{script}`", *[""] * 7, f"{waiting:.1f}"])
+        alone = sorted(run(ROOT / script, save=False)[:2] for _ in range(3))[1]
+        waiting = f"{alone[0]:.1f}"
+        importing = f"{import_seconds(script):.1f}"
+        one = f"{speed_of(alone[1]):.2f}"
+        speeds.append([f"`{script}`", importing, "", "", "", waiting, one, "", "", ""])
     picture(curves)
-    head = ["script", "passed", "worst run", "first at 475", "at 475 from"]
-    head += ["M steps/s, one run", "M steps/s, twenty runs"]
-    return table([*head, "compiling, s", "command to end, s"], rows)
+    head = ["script", "passed", "worst run", "training, s", "first at 475", "at 475 from"]
+    speed_head = ["script", "importing", "compiling", "training", "rest", "command to end"]
+    speed_head += ["M steps/s, 1 run", "20 runs", "128 runs", "400 runs"]
+    return table(head, rows), table(speed_head, speeds)
+
+
+def import_seconds(script):
+    """Seconds that Python needs to start and to import a script."""
+    began = time.perf_counter()
+    code = f"import {script.removesuffix('.py')}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    return time.perf_counter() - began
 
 
 def scaling():
@@ -254,14 +382,70 @@ def ablations():
         saved = run(ROOT / script, *flags, *TWENTY)[2]
         rows.append([f"`{script}`", f"`{' '.join(flags)}`", *learned(saved)])
     for script, line, other in LINE_ABLATIONS:
-        text = (ROOT / script).read_text()
-        assert text.count(line) == 1, f"{line!r} occurs {text.count(line)} times in {script}"
-        copy = FOLDER / script
-        copy.write_text(text.replace(line, other))
+        copy = changed(script, [(line, other)])
         saved = run(copy, *TWENTY)[2]
         rows.append([f"`{script}`", f"`{line}` becomes `{other}`", *learned(saved)])
     head = ["script", "change", "passed", "worst run", "first at 475", "at 475 from"]
     return table(head, rows)
+
+
+def changed(script, changes):
+    """Write a copy of a script in which each text, which must occur once, is replaced."""
+    text = (ROOT / script).read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {script}"
+        text = text.replace(old, new)
+    copy = FOLDER / script
+    copy.write_text(text)
+    return copy
+
+
+def speed_claims(newest):
+    """Measure scripts without one of their lines that are there for speed, three times in turn."""
+    rows = []
+    for what, script, flags, needs_newest, changes in SPEED:
+        if needs_newest and not newest:
+            continue
+        python = newest if needs_newest else sys.executable
+        pairs = []
+        for _ in range(3):
+            with_line = run(ROOT / script, *flags.split(), save=False, python=python)[1]
+            copy = changed(script, changes)
+            without = run(copy, *flags.split(), save=False, python=python)[1]
+            pairs.append([speed_of(with_line), speed_of(without)])
+        with_line, without = np.median(pairs, axis=0)
+        factor = np.median([a / b for a, b in pairs])
+        command = f"`{script} {flags}`" + (" (newest jax)" if needs_newest else "")
+        rows.append([what, command, f"{with_line:.2f}", f"{without:.2f}", f"{factor:.2f}"])
+    return table(["line", "command", "M steps/s with it", "without", "factor"], rows)
+
+
+def peer():
+    """Measure rejax's PPO and DQN with their defaults, and our learners in the same minutes."""
+    python = str(FOLDER / "peer" / "bin" / "python")
+    try:
+        subprocess.run([sys.executable, "-m", "venv", FOLDER / "peer"], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PEER_PACKAGES], check=True)
+    except subprocess.CalledProcessError as error:
+        return f"rejax could not be installed here: {error}.\n"
+    rows = []
+    for algorithm in "PPO", "DQN":
+        began = time.perf_counter()
+        command = [python, "-c", PEER, algorithm]
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds = time.perf_counter() - began
+        steps, compiling, training, final = json.loads(process.stdout.splitlines()[-1])
+        numbers = f"{steps:,}", f"{steps / training / 1e6:.4f}", f"{compiling:.1f}"
+        rows.append([f"rejax {algorithm}", *numbers, f"{seconds:.1f}", f"{final:.0f}"])
+    for script in LEARNERS:
+        seconds, lines, saved = run(ROOT / script)
+        final = saved["greedy_return"].mean()
+        numbers = f"{saved['timesteps'].ravel()[-1]:,}", f"{speed_of(lines):.4f}"
+        compiling = f"{saved['compile_seconds']:.1f}"
+        rows.append([f"`{script}`", *numbers, compiling, f"{seconds:.1f}", f"{final:.0f}"])
+    head = ["program", "steps", "M steps/s while training", "compiling, s", "command to end, s"]
+    versions = ", ".join(PEER_PACKAGES[:3]).replace("==", " ")
+    return f"{table([*head, 'return in the end'], rows)}\nVersions beside ours: {versions}.\n"
 
 
 def grid_world():
@@ -279,11 +463,17 @@ The exact value is {args["gamma"]}^{exponent} = {exact:.5f}. The largest error i
 
 def main():
     """Measure everything, then write tests/RESULTS.md."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peer", action="store_true", help="install rejax and run it, too")
+    parser.add_argument("--newest", metavar="PYTHON", help="a Python that has the newest jax")
+    args = parser.parse_args()
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in ["jax", "optax", "gymnax"]
     )
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     machine = f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}, {versions}"
+    learning_table, speed_table = learning()
+    peers = peer() if args.peer else "Not measured: `--peer` was not given.\n"
     page = f"""# Results
 
 Written by `python tests/benchmark.py` on {date.today()}: {machine}.
@@ -292,14 +482,29 @@ What is learned does not vary.
 
 ## Learning
 
-Each learner makes 20 runs on CartPole-v1 (`--num-seeds 20`, seeds 0 to 19, default flags). A run
-passes if its greedy policy has a mean return of at least 475 over 100 new episodes. "First at 475"
-is the number of environment steps to the first progress line with a training return of at least
-475. "At 475 from" is the number of steps to the line from which all lines have such a return. Both
-are medians over all 20 runs. The speed and the seconds of one run are means of two. The other two
-scripts learn something else, or nothing: only their seconds are in this table.
+Each learner makes 400 runs on CartPole-v1 with its default flags (`--num-seeds 400 --seed 1000`).
+No default was chosen on these seeds. A run passes if its greedy policy has a mean return of at
+least 475 over 100 new episodes. The last two columns describe 20 runs (`--num-seeds 20`): "first at
+475" is the number of environment steps to the first progress line with a training return of at
+least 475, "at 475 from" is the number of steps to the line from which all lines have such a return.
+Both are medians. A training return includes random actions.
 
-{learning()}
+{learning_table}
+## Where the time goes
+
+Seconds of `python NAME.py`, the median of three commands, and what they consist of. "Rest" is
+compiling and running the evaluation, and leaving Python. Then the speed of training, over all runs.
+
+{speed_table}
+## A peer beside
+
+rejax on CartPole-v1 with the defaults of its algorithms, and our learners, in the same minutes.
+These are different algorithms that take different numbers of steps, so the table compares what a
+user waits for, not the quality of the algorithms.
+
+{peers}
+## The grid world
+
 The last line of `python gridworld_qlearning.py --num-seeds 20`: {grid_world()}
 ## Scaling
 
@@ -327,7 +532,15 @@ Each row makes 20 runs with one change: another value of a flag, or another line
 script. The columns are those of the first table, which shows the unchanged scripts.
 
 {ablations()}
-"""
+With a gradient through the target, or with episodes cut at the shortest one, nothing is learned.
+To treat a time limit as a terminal state makes learning slower in this task, not impossible.
+
+## What the lines for speed are worth
+
+Each row compares a script with a copy that lacks one line or option, three times in turn: the
+medians of the speed in the last progress line, and the median of the three factors.
+
+{speed_claims(args.newest)}"""
     (ROOT / "tests" / "RESULTS.md").write_text(page)
 
 

@@ -1,24 +1,23 @@
 """What the tests share: the scripts can be imported, as a user's shell would run them."""
 
-import importlib
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 SCRIPTS = [*TRIO, "gridworld_qlearning.py", "mountaincar_env.py", "reinforce_parallel.py"]
 USER_ENV = dict(os.environ)  # copied before an imported script adds its settings
 
-pytest.register_assert_rewrite("td_tests")
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault("XLA_FLAGS", "")  # or the first script imported would decide for all
 
-
-@pytest.fixture
-def td(request):
-    """The script that the test file is named after."""
-    return importlib.import_module(request.module.__name__.removeprefix("test_"))
+# Tests compile the same programs over and over: in this process, each is compiled once.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = tempfile.mkdtemp()
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)

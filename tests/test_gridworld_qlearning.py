@@ -1,138 +1,320 @@
-"""gridworld_qlearning.py against value iteration in NumPy and steps worked out by hand."""
+"""gridworld_qlearning.py against value iteration, a replay in NumPy, and steps by hand."""
 
+import io
 import itertools
+import json
+import runpy
+import sys
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import gridworld_qlearning as grid
 
 MOVES = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])
 RIGHT, DOWN, LEFT, UP = range(4)
+RANKINGS = list(itertools.permutations(range(4)))
 
 
 def move(shape, cell, action):
-    """The cell (row, column) that an action leads to; walls are in the way."""
+    """Return the cell (row, column) that an action leads to. Walls are in the way."""
     return tuple(np.clip(cell + MOVES[action], 0, np.array(shape) - 1))
 
 
-def run(flags, path):
-    assert grid.main([*flags.split(), "--save", str(path)]) == 0
-    return np.load(path)
+def run(flags, *files):
+    return grid.main([*flags.split(), *map(str, files)])
 
 
 @pytest.mark.parametrize(
-    ("cell", "action", "target", "to"),
+    ("cell", "explore", "action", "target", "to"),
     [
-        (4, LEFT, 0.5 * 3.0, 3),  # an ordinary step
-        (5, RIGHT, 0.5 * 2.0, 5),  # into the wall
-        (1, LEFT, 1.0, 5),  # to the goal, whose own values and the start's count for nothing
+        (4, False, LEFT, 0.5 * 3.0, 3),  # an ordinary step
+        (5, False, RIGHT, 0.5 * 2.0, 5),  # into the wall
+        (4, True, DOWN, 0.5 * 2.0, 4),  # an exploring step into the wall
+        (1, False, LEFT, 1.0, 5),  # to the goal, whose own values and the start's do not count
+        (3, True, UP, 1.0, 5),
     ],
 )
-def test_one_update_by_hand(cell, action, target, to):
-    """Cells of a 2 x 3 grid are 0 1 2 / 3 4 5; the goal is 0, the start 5."""
+def test_one_update_by_hand(cell, explore, action, target, to):
+    """The cells of a 2 x 3 grid are 0 1 2 / 3 4 5; the goal is 0, the start is 5."""
     args = grid.parse_args("--grid-size 2 3 --gamma 0.5".split())
     q_table = np.zeros((6, 4), np.float32)
     q_table[0] = 9.0
     q_table[3, DOWN] = 3.0
-    q_table[5, RIGHT] = 2.0
-    q_table[cell, action] = 2.0
+    q_table[4, LEFT] = q_table[5, RIGHT] = q_table[cell, action] = 2.0
     before = grid.init_state(args, 0, 0.1)
-    assert before.cell == 5
+    assert before.cell == 5 and before.episodes == 0 and not before.q_table.any()
     before = before._replace(q_table=jnp.array(q_table), cell=jnp.array(cell))
-    after, _ = grid.train_step(args, before, jnp.uint32(2**32 - 1))
+    ranks = np.eye(4, dtype=int)[action] * 3  # the action ranks highest
+    ranking = next(i for i, ranking in enumerate(RANKINGS) if ranking[action] == ranks.max())
+    after, _ = grid.train_step(args, before, (jnp.array(explore), ranking))
     q_table[cell, action] += 0.1 * (target - 2.0)
     np.testing.assert_allclose(after.q_table, q_table, rtol=1e-6)
-    assert (after.cell, after.episodes) == (to, cell == 1)
+    assert (after.cell, after.episodes) == (to, target == 1.0 and to == 5 and cell in (1, 3))
 
 
 @pytest.mark.parametrize(
-    ("values", "epsilon", "fraction"),
+    ("values", "explore", "counts"),
     [
-        ([1, 2, 2, 0], 0.0, [0, 1 / 2, 1 / 2, 0]),
-        ([5, 0, 5, 5], 0.0, [1 / 3, 0, 1 / 3, 1 / 3]),
-        ([0, 0, 0, 7], 0.2, [0.05, 0.05, 0.05, 0.85]),
-        ([0, 3, 0, 3], 1.0, [1 / 4, 1 / 4, 1 / 4, 1 / 4]),
+        ([1, 2, 2, 0], False, [0, 12, 12, 0]),
+        ([5, 0, 5, 5], False, [8, 0, 8, 8]),
+        ([0, 0, 0, 7], False, [0, 0, 0, 24]),
+        ([-1, -1, -1, -1], False, [6, 6, 6, 6]),
+        ([0, 3, 0, 1], True, [6, 6, 6, 6]),
     ],
 )
-def test_fractions_of_actions(values, epsilon, fraction):
-    """Chi-square with at most 3 degrees of freedom stays below its 99.9 % point."""
-    bits = jax.random.bits(jax.random.key(0), 40_000)
-    select = jax.vmap(grid.select_action, in_axes=(None, 0, None))
-    counts = np.bincount(select(jnp.array(values), bits, epsilon), minlength=4)
-    expected = 40_000 * np.array(fraction)
-    assert np.sum((counts - expected) ** 2 / np.maximum(expected, 1e-9)) < 16.3
+def test_each_of_the_best_actions_is_taken_equally_often(values, explore, counts):
+    """The 24 rankings are equally likely, so ties are broken uniformly."""
+    select = jax.vmap(partial(grid.select_action, jnp.array(values), jnp.array(explore)))
+    np.testing.assert_array_equal(np.bincount(select(jnp.arange(24)), minlength=4), counts)
+
+
+def test_greedy_steps_by_hand():
+    """On a 2 x 3 grid: the longest path through all cells, a circle, and ties."""
+    args = grid.parse_args("--grid-size 2 3".split())
+    longest = dict(zip([5, 2, 1, 4, 3], [UP, LEFT, DOWN, LEFT, UP], strict=True))
+    circle = {5: LEFT, 4: UP, 1: RIGHT, 2: DOWN}
+    for path, steps in (longest, 5), ({5: LEFT, 4: LEFT, 3: UP}, 3), (circle, np.inf), ({}, np.inf):
+        q_table = np.zeros((6, 4))
+        for cell, action in path.items():
+            q_table[cell, action] = 1.0
+        state = grid.init_state(args, 0, 0.1)._replace(q_table=jnp.array(q_table))
+        assert grid.evaluate(args, state) == steps
 
 
 def test_no_key_is_used_twice():
     args = grid.parse_args([])
     with jax.debug_key_reuse(True):
-        jax.jit(partial(grid.train_chunk, args, 2)).trace(grid.init_state(args, 0, 0.1))
+        jax.jit(partial(grid.train_chunk, args)).trace(grid.init_state(args, 0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "all_devices", "expected"),
+    [  # of two devices: how many are used, runs at once on each, copies to add
+        (1, False, (1, 1, 0)),
+        (1, True, (2, 1, 1)),
+        (7, False, (2, 1, 1)),
+        (20, False, (2, 1, 0)),
+        (126, False, (2, 1, 0)),  # 63 on each device are fewer than MIN_AT_ONCE
+        (127, False, (2, 64, 1)),
+        (259, False, (2, 65, 1)),  # 130 on each device, 65 at a time
+        (1024, True, (2, 128, 0)),
+    ],
+)
+def test_spread_by_hand(num_runs, all_devices, expected, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert grid.spread(num_runs, all_devices) == expected
 
 
 def replay(args, seed, learning_rate):
-    """One run of 3 blocks in NumPy, from the bits it draws: Q (H, W, A), episodes per block."""
-    rankings = list(itertools.permutations(range(4)))
+    """Replay 4 blocks in NumPy with their random draws: Q (H, W, A), episodes per block."""
     q_table = np.zeros((*args.grid_size, 4), np.float32)
-    episodes = np.zeros(3)
-    key, cell = jax.random.key(seed), (3, 2)
-    for block in range(3):
-        key, key_bits = jax.random.split(key)
-        for bits in np.asarray(jax.random.bits(key_bits, 1000)).tolist():
+    episodes = np.zeros(4)
+    start = cell = (args.grid_size[0] - 1, args.grid_size[1] - 1)
+    key = jax.random.key(seed)
+    for block in range(4):
+        key, key_explore, key_ranking = jax.random.split(key, 3)
+        explore = np.asarray(jax.random.uniform(key_explore, 1000)) < np.float32(args.epsilon)
+        rankings = np.floor(np.float32(24) * jax.random.uniform(key_ranking, 1000)).astype(int)
+        for explores, ranking in zip(explore.tolist(), rankings.tolist(), strict=True):
             best = q_table[cell] == q_table[cell].max()
-            candidates = range(4) if bits / 2**32 < args.epsilon else np.flatnonzero(best)
-            action = max(candidates, key=rankings[bits % 24].__getitem__)
+            candidates = range(4) if explores else np.flatnonzero(best)
+            action = max(candidates, key=RANKINGS[ranking].__getitem__)
             to = move(args.grid_size, cell, action)
             target = 1 if to == (0, 0) else np.float32(args.gamma) * q_table[to].max()
             q_table[cell][action] += np.float32(learning_rate) * (target - q_table[cell][action])
             episodes[block] += to == (0, 0)
-            cell = (3, 2) if to == (0, 0) else to
+            cell = start if to == (0, 0) else to
     return q_table, episodes
 
 
-def test_the_report_is_that_of_an_independent_replay(tmp_path, capsys):
-    """With halves as learning rate and gamma, float32 is exact. Two lines: 2 blocks, then 1."""
-    flags = "--num-seeds 2 --grid-size 4 3 --learning-rate 0 0.5 --epsilon 0.3 --gamma 0.5"
-    flags += " --total-timesteps 2001 --log-interval 1001"
-    saved = run(flags, tmp_path / "run.npz")
-    np.testing.assert_array_equal(saved["timesteps"], [2000, 3000])
-    for i, (learning_rate, seed) in enumerate(itertools.product([0, 0.5], range(2))):
+def test_the_report_is_that_of_an_independent_replay(tmp_path, capsys, monkeypatch):
+    """With halves as learning rate and gamma, float32 is exact. Every printed line is checked."""
+    # Two lines of 2,000 steps: 3,001 steps are 4 blocks, and 1,001 steps a line are 2 of them.
+    flags = "--grid-size 4 3 --epsilon 0.3 --gamma 0.5 --total-timesteps 3001 --log-interval 1001"
+    flags += " --num-seeds 2 --seed 5 --learning-rate 0 0.5"
+    ticks = itertools.count(1)  # the clock shows 1, 4, 9, 16, ... seconds
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks) ** 2))
+    monkeypatch.setattr(grid, "time", clock)
+    results = run(flags, "--save", tmp_path / "run.npz")
+    saved = dict(np.load(tmp_path / "run.npz"))
+    assert saved.keys() == results.keys()
+    for name, value in results.items():
+        np.testing.assert_array_equal(saved[name], value)
+    args = json.loads(str(saved["args"]))
+    assert (args["seed"], args["learning_rate"], args["grid_size"]) == (5, [0, 0.5], [4, 3])
+    np.testing.assert_array_equal(saved["timesteps"], [2000, 4000])
+    assert not saved["interrupted"]
+    for i, (learning_rate, seed) in enumerate(itertools.product([0, 0.5], [5, 6])):
         assert (saved["learning_rate"][i], saved["seed"][i]) == (learning_rate, seed)
         q_table, episodes = replay(grid.parse_args(flags.split()), seed, learning_rate)
         np.testing.assert_array_equal(saved["q_table"][i], q_table)
-        steps_per_episode = [2000 / episodes[:2].sum(), 1000 / episodes[2]]
+        steps_per_episode = [2000 / episodes[:2].sum(), 2000 / episodes[2:].sum()]
         np.testing.assert_allclose(saved["steps_per_episode"][:, i], steps_per_episode, rtol=1e-6)
     np.testing.assert_array_equal(saved["greedy_steps"], [np.inf, np.inf, 5, 5])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines[2:4]] == ["step 2,000", "step 3,000"]
-    assert f"  steps per episode {saved['steps_per_episode'][1].mean():.1f}  " in lines[3]
-    nothing = "learning rate 0: value of the start 0.00000, goal reached by 0 of 2 greedy agents"
+
+    steps, table = saved["steps_per_episode"].mean(axis=1), saved["q_table"].mean(axis=0)
+    cells = [
+        ">v<^"[np.argmax(table[cell])] + f" {table[cell].max():.3f}"
+        if table[cell].any()
+        else ". 0.000"
+        for cell in np.ndindex(4, 3)
+    ]
+    device = jax.devices()[0].device_kind
     value = saved["q_table"][2:, 3, 2].max(axis=1).mean()
-    learned = f"learning rate 0.5: value of the start {value:.5f}, goal reached by 2 of 2"
-    assert lines[-2:] == [nothing, f"{learned} greedy agents, in at most 5 steps"]
+    assert (
+        capsys.readouterr().out.splitlines()
+        == [
+            f"grid world, 4 runs on {min(4, jax.device_count())} x {device}",
+            "compiled in 3.0 s",
+            f"step 2,000  steps per episode {steps[0]:.1f}  1,143 steps/s",  # 4 * 2,000 in 7 s
+            f"step 4,000  steps per episode {steps[1]:.1f}  889 steps/s",  # 4 * 4,000 in 18 s
+            *["  ".join(cells[i : i + 3]) for i in (0, 3, 6, 9)],
+            "learning rate 0: value of the start 0.00000, goal reached by 0 of 2 greedy agents",
+            f"learning rate 0.5: value of the start {value:.5f}, goal reached by 2 of 2"
+            " greedy agents, in at most 5 steps",
+        ]
+    )
+    assert (results["compile_seconds"], results["train_seconds"]) == (3.0, 18.0)
 
 
-def test_whole_table_equals_value_iteration(tmp_path):
+def test_one_run_prints_its_rate_and_draws_its_table(tmp_path, capsys):
+    """The image is the greatest value of each cell; an arrow points where the greedy agent goes."""
+    flags = "--grid-size 2 4 --total-timesteps 1000 --epsilon 1 --seed 3"
+    table = run(flags, "--plot", tmp_path / "x.png")["q_table"][0]
+    assert capsys.readouterr().out.startswith("grid world, 1 run on 1 x ")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    axes, bar = plt.gcf().axes
+    plt.close()
+    values = table.max(axis=-1)
+    np.testing.assert_array_equal(axes.images[0].get_array(), values)
+    [arrows] = axes.collections
+    assert (arrows.angles, arrows.pivot) == ("xy", "middle")
+    drawn = {
+        (round(y), round(x)): (dy, dx)
+        for x, y, dx, dy in zip(arrows.X, arrows.Y, arrows.U, arrows.V, strict=True)
+    }
+    expected = {cell: tuple(MOVES[table[cell].argmax()]) for cell in np.ndindex(2, 4)}
+    del expected[0, 0]  # the goal has no values
+    assert drawn == expected
+    assert bar.get_xlabel() == "max_a of the agents' mean Q"
+
+
+def test_the_printed_summary_by_hand(capsys):
+    """Three agents of a rate, one of which never arrives; a table of 1 x 3 cells."""
+    table = np.zeros((3, 1, 3, 4))
+    table[:, 0, 2, LEFT] = [0.1, 0.2, 0.6]
+    table[:, 0, 2, UP] = -1.0
+    table[:, 0, 0] = 9.0
+    grid.print_rate(0.25, table, np.array([7.0, np.inf, 12.0]))
+    expected = "learning rate 0.25: value of the start 0.30000,"
+    expected += " goal reached by 2 of 3 greedy agents, in at most 12 steps\n"
+    assert capsys.readouterr().out == expected
+    table = np.zeros((2, 3, 4))
+    table[0, 1], table[1, 0], table[1, 2] = [1, 2, 3, 4], [0, 0.25, 0, 0], [0.5, 0, 0.5, 0]
+    assert grid.grid_text(table) == ". 0.000  ^ 4.000  . 0.000\nv 0.250  . 0.000  > 0.500"
+
+
+def test_a_line_without_episodes_is_nan_and_left_out_of_the_mean(capsys):
+    results = run("--grid-size 12 9 --learning-rate 0 --num-seeds 8 --total-timesteps 1000")
+    steps = results["steps_per_episode"][0]
+    assert 0 < np.isnan(steps).sum() < 8
+    assert set(1000 / steps[np.isfinite(steps)]) <= {1.0, 2.0, 3.0, 4.0}
+    assert f"steps per episode {np.nanmean(steps):.1f}  " in capsys.readouterr().out
+
+
+def test_exploration_alone_is_a_random_walk():
+    """Its mean number of steps to the goal solves a linear system. So do ties without learning."""
+    matrix, cells = np.eye(12), list(np.ndindex(3, 4))
+    for i, cell in enumerate(cells[1:], 1):
+        for action in range(4):
+            to = cells.index(move((3, 4), cell, action))
+            matrix[i, to] -= 0.25 * (to > 0)
+    mean_steps = np.linalg.solve(matrix, np.arange(12) > 0)[-1]
+    few = "--grid-size 3 4 --total-timesteps 200000 --num-seeds 2"
+    explores = run(f"{few} --epsilon 1 --learning-rate 0.5")["steps_per_episode"]
+    greedy = run(f"{few} --epsilon 0 --learning-rate 0 1")["steps_per_episode"]
+    episodes = 4e5 / mean_steps  # of two runs; the deviation of one is about its mean
+    for steps in (explores, greedy[:, :2]):
+        assert abs(np.mean(1 / steps) * mean_steps - 1) < 4 / episodes**0.5
+    np.testing.assert_allclose(greedy[1, 2:], 5, rtol=1e-3)  # learns, and then never explores
+
+
+def test_whole_table_equals_value_iteration():
     """With much exploration every action is tried often enough in every cell."""
     exact = np.zeros((4, 5, 4))
     for _ in range(9):
         for row, column, action in np.ndindex(exact.shape):
             to = move((4, 5), (row, column), action)
-            exact[row, column, action] = 1.0 if to == (0, 0) else 0.9 * exact[to].max()
+            exact[row, column, action] = 1.0 if to == (0, 0) else 0.8 * exact[to].max()
     exact[0, 0] = 0.0  # the goal is terminal
-    flags = "--grid-size 4 5 --epsilon 0.9 --learning-rate 0.5 --total-timesteps 4e5"
-    learned = run(flags, tmp_path / "run.npz")["q_table"][0]
-    np.testing.assert_allclose(learned, exact, atol=1e-5)
+    flags = "--grid-size 4 5 --epsilon 0.9 --learning-rate 0.5 --total-timesteps 4e5 --gamma 0.8"
+    np.testing.assert_allclose(run(flags)["q_table"][0], exact, atol=1e-5)
 
 
-def test_default_runs_are_exact_at_the_start_and_the_same_alone(tmp_path):
-    """A run's table is the same to the last bit alone and among others on two devices."""
-    many = run("--num-seeds 8 --log-interval 1e6", tmp_path / "many.npz")
-    np.testing.assert_allclose(many["q_table"][:, 7, 11].max(axis=1), 0.9**17, atol=1e-5)
-    np.testing.assert_array_equal(many["greedy_steps"], 18)
-    assert len(np.unique(many["q_table"], axis=0)) == 8
-    alone = run("--seed 3 --log-interval 1e6", tmp_path / "alone.npz")
-    np.testing.assert_array_equal(alone["q_table"][0], many["q_table"][3])
+def test_default_runs_are_exact_at_the_start_and_the_same_alone(monkeypatch):
+    """A run has the same bits alone, among seven on two devices, and in longer progress lines."""
+    alone = run("--seed 3 --log-interval 1e6")
+    assert alone["greedy_steps"] == 18
+    assert abs(alone["q_table"][0, 7, 11].max() - 0.9**17) < 1e-5
+    monkeypatch.setattr(grid, "RUNS_AT_ONCE", 3)
+    monkeypatch.setattr(grid, "MIN_AT_ONCE", 0)
+    many = run("--num-seeds 7 --total-timesteps 1e4 --log-interval 5000")
+    assert many["q_table"].shape == (7, 8, 12, 4) and len(many["timesteps"]) == 2
+    assert len(np.unique(many["q_table"], axis=0)) == 7
+    alone = run("--seed 6 --total-timesteps 1e4")
+    np.testing.assert_array_equal(alone["q_table"][0], many["q_table"][6])
+    np.testing.assert_allclose(
+        1 / alone["steps_per_episode"][0, 0], np.mean(1 / many["steps_per_episode"][:, 6])
+    )
+
+
+def press_ctrl_c(line, module, name, monkeypatch):
+    """Let Ctrl-C arrive while a progress line is awaited, in the function that waits for it."""
+    outcomes = [DEFAULT] * (line - 1) + [KeyboardInterrupt] + [DEFAULT] * 9
+    wait = Mock(wraps=getattr(module, name), side_effect=outcomes)
+    monkeypatch.setattr(module, name, wait)
+
+
+def program(module, argv, monkeypatch):
+    """Run a script as a shell would. Return its exit code and what it printed."""
+    monkeypatch.setattr(sys, "argv", [module.__file__, *argv])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(module.__file__, run_name="__main__")
+    assert sys.stdout.line_buffering
+    return end.value.code, sys.stdout.buffer.getvalue().decode()
+
+
+def test_ctrl_c_keeps_what_the_last_line_shows(tmp_path, monkeypatch):
+    """Before the first line, or in a job of many processes, it is an error."""
+    few = "--num-seeds 2 --log-interval 1000 --grid-size 3 4 --total-timesteps"
+    with monkeypatch.context() as patch:
+        press_ctrl_c(3, multihost_utils, "process_allgather", patch)
+        argv = f"{few} 4000 --save {tmp_path / 'x.npz'} --plot {tmp_path / 'x.png'}".split()
+        code, printed = program(grid, argv, patch)
+    assert code == 130 and printed.count("steps/s\n") == 2
+    assert "\ninterrupted: the results are those of the last line\n" in printed
+    complete, saved = run(f"{few} 2000"), np.load(tmp_path / "x.npz")
+    for name in ("timesteps", "steps_per_episode", "greedy_steps", "q_table"):
+        np.testing.assert_array_equal(saved[name], complete[name])
+    assert saved["interrupted"] and len(saved["timesteps"]) == 2 and (tmp_path / "x.png").exists()
+    for flags, line in ("4000", 1), ("4000 --distributed", 2):
+        press_ctrl_c(line, grid, "gather", monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            run(f"{few} {flags}")
+
+
+def test_only_the_first_process_prints_and_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)  # is restored at the end
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    files = "--save", tmp_path / "x.npz", "--plot", tmp_path / "x.png"
+    assert run("--total-timesteps 1000 --grid-size 2 2", *files)["q_table"].shape == (1, 2, 2, 4)
+    assert not list(tmp_path.iterdir()) and capsys.readouterr().out == ""

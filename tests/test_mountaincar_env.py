@@ -2,7 +2,11 @@
 
 import contextlib
 import io
+import runpy
+import sys
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import gymnasium
 import gymnax
@@ -11,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnax.wrappers import FlattenObservationWrapper, LogWrapper
+from jax.experimental import multihost_utils
 
 import mountaincar_env as car
 
@@ -30,6 +35,7 @@ def test_cosine_within_float32():
 
 
 def test_works_in_gymnaxs_wrappers():
+    """The wrapper counts one step, which the time limit ends, and its reward of -1."""
     env, params = LogWrapper(FlattenObservationWrapper(ENV)), car.EnvParams(max_steps_in_episode=1)
     obs, state = env.reset(KEY, params)
     *_, truncated, info = env.step(KEY, state, 1, params)
@@ -59,6 +65,13 @@ def test_steps_equal_gymnasiums():
         np.testing.assert_allclose(info["final_observation"], reached, rtol=0, atol=1.5e-7)
 
 
+def uniform_starts(obs):
+    """Tell whether observations are at rest, uniform in -0.6 to -0.4 (Kolmogorov, Smirnov)."""
+    fraction = (np.sort(obs[:, 0].astype(float)) + 0.6) / 0.2
+    steps = (np.arange(len(obs)) + 0.5) / len(obs)
+    return not obs[:, 1].any() and np.all(np.abs(fraction - steps) < 1.95 / len(obs) ** 0.5)
+
+
 @partial(jax.jit, static_argnums=0)
 def outcome(env, params):
     """Spaces, and the start and one step of 1,000 cars, with parameters as an argument."""
@@ -69,10 +82,14 @@ def outcome(env, params):
     start, _ = jax.vmap(env.reset, (0, None))(keys, params)
     over = jax.vmap(env.is_terminated, (0, None))(state, params)
     step = jax.vmap(env.step, (0, 0, 0, None))
-    obs, state, *rest, info = step(keys, state, jnp.arange(1000) % 3, params)
+    obs, state, reward, terminated, truncated, info = step(
+        keys, state, jnp.arange(1000) % 3, params
+    )
+    starts = jnp.where((terminated | truncated)[:, None], obs, start)
     reached, space = info["final_observation"], env.observation_space(params)
     actions = jnp.array(env.action_space(params).n)
-    return start, over, obs, state.time, *rest, reached, space.low, space.high, actions
+    rest = over, state.time, reward, terminated, truncated, reached, space.low, space.high, actions
+    return start, starts, *rest
 
 
 CHANGES = {"gravity": 0.004, "force": 0.003, "max_speed": 0.02, "min_position": -0.6}
@@ -87,21 +104,81 @@ def test_parameters_have_the_same_effect_as_in_gymnax(name):
     expected = outcome(THEIRS, THEIRS.default_params.replace(**changed))
     for mine, other in zip(ours, expected, strict=True):
         assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+    for mine, other in zip(ours[2:], expected[2:], strict=True):
         np.testing.assert_allclose(mine, other, rtol=0, atol=2e-7)
+    for start in ours[:2]:  # drawn with other keys than gymnax's; of resets, and in steps
+        assert uniform_starts(np.asarray(start)) and len(np.unique(start)) > 990
+
+
+def run(flags, *files):
+    return car.main([*flags.split(), *map(str, files)])
+
+
+def test_no_key_is_used_twice():
+    args = car.parse_args("--num-envs 4 --total-timesteps 1 --save x.npz".split())
+    args.device_envs = 4
+    start = partial(car.init_state, args)
+    with jax.debug_key_reuse(True):
+        jax.jit(lambda device: car.rollout(args, start(device))).trace(jnp.array([0]))
+    args.save = None  # then no step is kept in memory
+    assert jax.eval_shape(lambda: car.rollout(args, start(jnp.array([0]))))[2] is None
 
 
 @pytest.fixture(scope="module", params=[("random", 200), ("rocking", 120)], ids=str)
 def rollout(request, tmp_path_factory):
-    """Policy, time limit, printed lines and saved arrays of 1,200 steps of 1,000 cars."""
+    """Policy, time limit, printed lines and saved arrays of 1,200 steps of 999 cars.
+
+    A block is 100 steps of 999 cars. 1,050,001 steps are 11 blocks; 450,001 steps a line are up to
+    5, so there are 3 lines of 4 blocks each. The clock makes them last 5, 9 and 13 / 1024 s.
+    """
     policy, limit = request.param
     path = tmp_path_factory.mktemp("rollout") / "x.npz"
-    flags = f"--num-envs 1000 --total-timesteps 1150001 --log-interval 5e5 --policy {policy}"
-    printed = io.StringIO()
+    flags = f"--num-envs 999 --total-timesteps 1050001 --log-interval 450001 --policy {policy}"
+    printed, ticks = io.StringIO(), iter([1, 3.5, *[4 + i**2 / 1024 for i in range(2, 8)]])
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(car, "EnvParams", partial(car.EnvParams, max_steps_in_episode=limit))
-        assert car.main([*flags.split(), "--save", str(path)]) == 0
-    printed.seek(0)
-    return policy, limit, printed.read().splitlines(), dict(np.load(path))
+        patch.setattr(car, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        results = run(flags, "--save", path)
+    saved = dict(np.load(path))
+    assert saved.keys() == results.keys() and not saved["interrupted"]
+    for name, value in results.items():
+        np.testing.assert_array_equal(saved[name], value)
+    return policy, limit, printed.getvalue().splitlines(), saved
+
+
+def test_printed_statistics_are_those_of_finished_episodes(rollout):
+    """Each line again, in NumPy, from the trajectory; the surplus car on two devices is cut."""
+    policy, limit, printed, saved = rollout
+    reached, length = saved["final_observation"], np.zeros(999)
+    assert reached.shape == (1200, 999, 2)
+    at_goal = (reached[..., 0] >= 0.5) & (reached[..., 1] >= 0)
+    np.testing.assert_array_equal(saved["terminated"], at_goal)
+    expected = []
+    for first, speed in (0, 82), (400, 58), (800, 45):  # M steps/s
+        lengths, goals = [], []
+        for t in range(first, first + 400):
+            length += 1
+            np.testing.assert_array_equal(saved["truncated"][t], length == limit)
+            done = at_goal[t] | (length == limit)
+            lengths.extend(length[done])
+            goals.extend(at_goal[t][done])
+            length[done] = 0
+        assert (0 < np.mean(goals) < 1) == (policy == "rocking")
+        expected.append([len(goals), np.mean(goals), -np.mean(lengths), speed])
+    names = "episodes", "goals", "returns"
+    np.testing.assert_allclose([saved[name] for name in names], np.transpose(expected)[:3], 1e-6)
+    np.testing.assert_array_equal(saved["timesteps"], [399_600, 799_200, 1_198_800])
+    assert (saved["compile_seconds"], saved["rollout_seconds"]) == (2.5, 27 / 1024)
+    device = f"{min(999, jax.device_count())} x {jax.devices()[0].device_kind}"
+    assert printed == [
+        f"999 x MountainCar-v0 on {device}",
+        "compiled in 2.5 s",
+        *[
+            f"step {steps:,}  episodes {ended:,}  at the goal {goals:.1%}  return {mean:.1f}"
+            f"  {speed} M steps/s"
+            for steps, (ended, goals, mean, speed) in zip(saved["timesteps"], expected, strict=True)
+        ],
+    ]
 
 
 def test_saved_arrays_are_one_trajectory_per_environment(rollout):
@@ -113,65 +190,40 @@ def test_saved_arrays_are_one_trajectory_per_environment(rollout):
     np.testing.assert_allclose(obs[1:][lives], reached[:-1][lives], rtol=0, atol=1.5e-7)
     starts = np.concatenate([obs[0], obs[1:][done[:-1]]])
     assert len(np.unique(obs[0, :, 0])) > 990  # each car has its own
-    assert np.all(starts[:, 1] == 0)
-    fraction = np.sort((starts[:, 0] + 0.6) / 0.2)
-    uniform = (np.arange(len(fraction)) + 0.5) / len(fraction)
-    assert np.abs(fraction - uniform).max() < 1.95 / len(fraction) ** 0.5  # Kolmogorov, Smirnov
+    assert uniform_starts(starts)
 
 
 def test_actions_are_what_the_policy_says(rollout):
-    """Random ones: chi-square, 99.9 % point; no two environments or steps go together."""
+    """Random ones: equally many, and nothing else is correlated with them.
+
+    That is: other cars, other steps, the first start, and the start that follows an action. Counts
+    are compared by chi-square, with its 99.9 % point.
+    """
     policy, _, _, saved = rollout
     action = saved["action"]
     if policy == "rocking":
         np.testing.assert_array_equal(action, np.where(saved["obs"][..., 1] < 0, 0, 2))
         return
-    counts = np.bincount(action.ravel())
-    assert np.sum((counts - 4e5) ** 2 / 4e5) < 13.8
-    assert np.abs(np.corrcoef(action.T) - np.eye(1000)).max() < 5.5 / 1200**0.5
-    assert np.abs(np.corrcoef(action) - np.eye(1200)).max() < 5.5 / 1000**0.5
-
-
-def test_printed_statistics_are_those_of_finished_episodes(rollout):
-    """Each line again, in NumPy, from the trajectory."""
-    policy, limit, printed, saved = rollout
-    lines = [line.split() for line in printed[2:]]
-    assert [line[1] for line in lines] == ["500,000", "1,000,000", "1,200,000"]
-    reached, length = saved["final_observation"], np.zeros(1000)
-    at_goal = (reached[..., 0] >= 0.5) & (reached[..., 1] >= 0)
-    np.testing.assert_array_equal(saved["terminated"], at_goal)
-    for line, first, last in zip(lines, [0, 500, 1000], [500, 1000, 1200], strict=True):
-        lengths, goals = [], []
-        for t in range(first, last):
-            length += 1
-            np.testing.assert_array_equal(saved["truncated"][t], length == limit)
-            done = at_goal[t] | (length == limit)
-            lengths.extend(length[done])
-            goals.extend(at_goal[t][done])
-            length[done] = 0
-        assert (0 < np.mean(goals) < 1) == (policy == "rocking")
-        statistics = [str(len(goals)), f"{np.mean(goals):.1%}", f"{-np.mean(lengths):.1f}"]
-        assert [line[3].replace(",", ""), line[7], line[9]] == statistics
-
-
-@pytest.mark.parametrize("cars", [7, 12])
-def test_cars_are_spread_over_the_largest_divisor(cars, capsys):
-    """In the first 100 steps no episode ends."""
-    assert car.main(f"--num-envs {cars} --total-timesteps 1 --log-interval 1e9".split()) == 0
-    largest = max(n for n in range(1, jax.device_count() + 1) if cars % n == 0)
-    out = capsys.readouterr().out
-    assert out.startswith(f"{cars} x MountainCar-v0 on {largest} x ")
-    assert f"step {100 * cars:,}  episodes 0  at the goal nan%" in out
-    args = car.parse_args(["--distributed", "--num-envs", str(cars)])  # on all devices, filled up
-    assert 0 <= args.num_envs - cars < jax.device_count() and not args.num_envs % jax.device_count()
+    counts, mean = np.bincount(action.ravel()), action.size / 3
+    assert np.sum((counts - mean) ** 2 / mean) < 13.8
+    assert np.abs(np.corrcoef(action.T) - np.eye(999)).max() < 5.5 / 1200**0.5
+    first = saved["obs"][0, :, 0]
+    assert np.abs(np.corrcoef(first, action)[0, 1:]).max() < 5.5 / 999**0.5
+    assert np.abs(np.corrcoef(action) - np.eye(1200)).max() < 5.5 / 999**0.5
+    done = saved["truncated"][:-1]
+    position, chosen, later = saved["obs"][1:][done][:, 0], action[:-1][done], action[1:][done]
+    for other in chosen, later:
+        tercile = np.clip((position + 0.6) / 0.2 * 3, 0, 2.9).astype(int)
+        counts = np.histogram2d(other, tercile, bins=3)[0]
+        assert np.sum((counts - len(other) / 9) ** 2) / (len(other) / 9) < 26.1
 
 
 def test_episodes_equal_gymnasiums(rollout):
-    """Each step of the first episodes of 1,000 cars, and how they end."""
+    """Each step of the first episodes of 300 cars, and how they end."""
     _, limit, _, saved = rollout
     ended = np.stack([saved["terminated"], saved["truncated"]], axis=-1)
     env = gymnasium.make("MountainCar-v0", max_episode_steps=limit)
-    for i in range(1000):
+    for i in range(0, 999, 3):
         env.reset()
         env.unwrapped.state = saved["obs"][0, i].astype(float)
         path = []
@@ -182,3 +234,113 @@ def test_episodes_equal_gymnasiums(rollout):
             assert over == ended[len(path) - 1, i].tolist()
         reached = saved["final_observation"][: len(path), i]
         np.testing.assert_allclose(reached, path, rtol=0, atol=2e-5)
+
+
+def test_surplus_cars_are_not_counted(capsys):
+    """In the first 100 steps no episode ends. Without --save no step is kept."""
+    results = run("--num-envs 7 --total-timesteps 1 --log-interval 1e9")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"7 x MountainCar-v0 on {min(7, jax.device_count())} x ")
+    assert "\nstep 700  episodes 0  at the goal nan%  return nan  " in printed
+    assert "obs" not in results and results["timesteps"].tolist() == [700]
+    run("--num-envs 1 --total-timesteps 1")
+    assert capsys.readouterr().out.startswith("1 x MountainCar-v0 on 1 x ")
+    assert run("--num-envs 1 --total-timesteps 200 --distributed")["episodes"].tolist() == [1]
+    assert f" on {jax.device_count()} x " in capsys.readouterr().out  # all devices of a job
+
+
+def test_the_seed_decides_everything_and_progress_lines_nothing(tmp_path):
+    """Starts and actions of seeds differ. Lines of 1 and of 2 blocks show the same 200 steps."""
+    few = "--num-envs 50 --total-timesteps 1e4"
+    runs = [
+        run(f"{few} --seed {seed} --log-interval {interval}", "--save", tmp_path / "x.npz")
+        for seed, interval in [(0, 5000), (0, 1e4), (1, 1e4)]
+    ]
+    assert [len(results["timesteps"]) for results in runs] == [2, 1, 1]
+    for name in ("obs", "action", "final_observation", "terminated", "truncated"):
+        np.testing.assert_array_equal(runs[0][name], runs[1][name])
+    one, other = runs[1:]
+    assert len(np.intersect1d(one["obs"][0, :, 0], other["obs"][0, :, 0])) < 3
+    assert abs(np.mean(one["action"] == other["action"]) - 1 / 3) < 4 * (2 / 9 / 1e4) ** 0.5
+
+
+class Windy(car.MountainCar):
+    """A car that is blown to a random place in each step."""
+
+    def step_env(self, key, state, action, params):
+        _, state, *rest = super().step_env(key, state, action, params)
+        state = state.replace(position=jax.random.uniform(key) - 1)
+        return self.observe(key, state, action, params), state, *rest
+
+    def observe(self, key, state, action, params):
+        assert isinstance(params, car.EnvParams)
+        return super().observe(key, state, action, params)
+
+
+def test_a_random_environment_differs_between_cars_and_steps(tmp_path, monkeypatch):
+    """Float32 numbers: 10,000 of 2^23 are nearly all different."""
+    assert Windy().reset(KEY)[0].shape == (2,)
+    monkeypatch.setattr(car, "MountainCar", Windy)
+    results = run("--num-envs 50 --total-timesteps 1e4", "--save", tmp_path / "x.npz")
+    wind = results["final_observation"][..., 0]  # (200, 50)
+    assert len(np.unique(wind)) > 9970
+    start = results["obs"][0, :, 0]
+    assert abs(np.corrcoef(wind.ravel(), results["action"].ravel())[0, 1]) < 4 / 100
+    assert abs(np.corrcoef(wind[:-1].ravel(), wind[1:].ravel())[0, 1]) < 4 / 100
+    assert np.abs(np.corrcoef(start, wind)[0, 1:]).max() < 4.5 / 50**0.5
+
+
+def test_save_refuses_more_than_it_can_hold(tmp_path):
+    """Steps are counted after rounding: 1e8 steps of 999 cars are more than 1e8."""
+    save = f"--save {tmp_path / 'x.npz'}"
+    for taken in ("1000 {}", "999", "1000000 {}"):
+        flags = taken.format(save) + " --total-timesteps 1e8"
+        car.parse_args(f"--num-envs {flags}".split())
+    for refused in ("1000 {} --total-timesteps 100000001", "999 {} --total-timesteps 1e8"):
+        with pytest.raises(SystemExit):
+            car.parse_args(f"--num-envs {refused.format(save)}".split())
+
+
+def press_ctrl_c(line, module, name, monkeypatch):
+    """Let Ctrl-C arrive while a progress line is awaited, in the function that waits for it."""
+    outcomes = [DEFAULT] * (line - 1) + [KeyboardInterrupt] + [DEFAULT] * 9
+    wait = Mock(wraps=getattr(module, name), side_effect=outcomes)
+    monkeypatch.setattr(module, name, wait)
+
+
+def program(module, argv, monkeypatch):
+    """Run a script as a shell would. Return its exit code and what it printed."""
+    monkeypatch.setattr(sys, "argv", [module.__file__, *argv])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(module.__file__, run_name="__main__")
+    assert sys.stdout.line_buffering
+    return end.value.code, sys.stdout.buffer.getvalue().decode()
+
+
+def test_ctrl_c_keeps_what_the_last_line_shows(tmp_path, monkeypatch):
+    """Before the first line, or in a job of many processes, it is an error."""
+    few = "--num-envs 8 --log-interval 1600 --total-timesteps"
+    with monkeypatch.context() as patch:
+        press_ctrl_c(3, multihost_utils, "process_allgather", patch)
+        argv = f"{few} 6400 --save {tmp_path / 'x.npz'}".split()
+        code, printed = program(car, argv, patch)
+    assert code == 130 and printed.count("steps/s\n") == 2
+    assert printed.endswith("\ninterrupted: the results are those of the last line\n")
+    complete = run(f"{few} 3200", "--save", tmp_path / "complete.npz")
+    saved = np.load(tmp_path / "x.npz")
+    assert saved["interrupted"] and saved["timesteps"].tolist() == [1600, 3200]
+    for name in complete.keys() - {"args", "compile_seconds", "rollout_seconds", "interrupted"}:
+        np.testing.assert_array_equal(saved[name], complete[name])
+    for flags, line in ("6400", 1), ("6400 --distributed", 2):
+        press_ctrl_c(line, car, "gather", monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            run(f"{few} {flags}")
+
+
+def test_only_the_first_process_prints_and_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)  # is restored at the end
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    results = run("--num-envs 2 --total-timesteps 1", "--save", tmp_path / "x.npz")
+    assert results["obs"].shape == (100, 2, 2)
+    assert not list(tmp_path.iterdir()) and capsys.readouterr().out == ""

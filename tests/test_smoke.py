@@ -18,22 +18,24 @@ REPLAY = f"{TD} --buffer-size 64 --learning-starts 32"
 FLAGS = dict.fromkeys(TRIO, REPLAY) | {
     "parallel_td.py": TD,
     "gridworld_qlearning.py": f"{SWEEP} --total-timesteps 3000 --log-interval 1000 --grid-size 3 4",
-    "mountaincar_env.py": "--num-envs 8 --total-timesteps 2400 --log-interval 800",
+    "mountaincar_env.py": "--num-envs 8 --total-timesteps 4800 --log-interval 1600",
     "reinforce_parallel.py": f"{SWEEP} --num-iterations 3 --log-interval 1 --hidden-size 3"
     " --eval-episodes 5 --gif episode.gif",
 }
 LEARNED = {"args": (), "seed": (4,), "learning_rate": (4,), "timesteps": (3,)}
-LEARNED |= {"compile_seconds": (), "train_seconds": ()}
+LEARNED |= {"compile_seconds": (), "train_seconds": (), "interrupted": ()}
 RETURNS = LEARNED | {"returns": (3, 4), "greedy_return": (4, 5)}
 WEIGHTS = RETURNS | {"centers": (4, 50, 4), "weights": (4, 50, 2)}
 WEIGHTS |= {"td_error": (3, 4), "q_value": (3, 4), "obs_scale": (4,), "sigma": ()}
 NETWORK = {"w0": (4, 4, 3), "b0": (4, 3), "w1": (4, 3, 2), "b1": (4, 2), "timesteps": (3, 4)}
-STEPS = {"obs": (300, 8, 2), "final_observation": (300, 8, 2)}
-STEPS |= dict.fromkeys(["action", "terminated", "truncated"], (300, 8))
+STEPS = {"obs": (600, 8, 2), "final_observation": (600, 8, 2), "timesteps": (3,)}
+STEPS |= dict.fromkeys(["args", "compile_seconds", "rollout_seconds", "interrupted"], ())
+STEPS |= dict.fromkeys(["episodes", "goals", "returns"], (3,))
+STEPS |= dict.fromkeys(["action", "terminated", "truncated"], (600, 8))
 TABLE = {"q_table": (4, 3, 4, 4), "steps_per_episode": (3, 4), "greedy_steps": (4,)}
 SAVED = dict.fromkeys(TRIO, WEIGHTS) | {
     "gridworld_qlearning.py": LEARNED | TABLE,
-    "mountaincar_env.py": {"args": ()} | STEPS,
+    "mountaincar_env.py": STEPS,
     "reinforce_parallel.py": RETURNS | NETWORK,
 }
 
