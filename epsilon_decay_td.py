@@ -15,12 +15,14 @@ The features phi are radial basis functions with random centers c_i (Sutton & Ba
 step (one step of all N environments), B transitions are drawn from it at random, since these are
 less correlated than successive ones (Mnih et al. 2015). They give one Adam step on half the mean
 squared TD error. The weights of Q' average those of Q: w' <- w' + tau (w - w') (Lillicrap et al.
-2016, section 3). No gradient flows through the target: this is semi-gradient Q-learning (section
-11.1). A terminal state cuts the bootstrap, a time limit does not (Pardo et al. 2018). The learning
-rate falls linearly to 0, so that the weights settle; the last weights are the result.
+2016, section 3).
+
+No gradient flows through the target: this is semi-gradient Q-learning (section 11.1). A terminal
+state cuts the bootstrap, a time limit does not (Pardo et al. 2018). The learning rate falls
+linearly to 0, so that the weights settle; the last weights are the result.
 
     python epsilon_decay_td.py                                    # one run
-    python epsilon_decay_td.py --num-seeds 20 --plot curve.png    # twenty, in one compiled program
+    python epsilon_decay_td.py --num-seeds 20 --plot curve.png    # twenty, on all cores
 
 Shapes: R runs, K progress lines, U vector steps, C transitions in the ring, N environments,
 B transitions in a batch, E evaluation episodes, D observation dimensions, F features, A actions.
@@ -212,7 +214,7 @@ def train_chunk(args, state):
     chain = partial(jax.lax.scan, lambda key, _: tuple(jax.random.split(key)))
     key, keys = chain(state.key, length=args.chunk_updates)
     draws = jax.vmap(partial(draw, args))(keys)  # before the loop: 1.3 times as fast as in it
-    # Sums, not outputs of the scan: jax 0.11 would copy all outputs in each update.
+    # What a line shows is summed up on the way.
     names = "episodes", "returns", "updates", "td_error", "q_value"
     carry = state._replace(key=key), dict.fromkeys(names, jnp.zeros(()))
     (state, sums), _ = jax.lax.scan(partial(train_step, args), carry, draws)
@@ -238,13 +240,14 @@ def evaluate(args, state):
 
 COMPILER_OPTIONS = {
     "xla_backend_optimization_level": 1,  # compiles in two thirds of the time, runs as fast
-    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.5 times as fast
-    # Do not split small arrays among threads. Do not use jax 0.11's slow matrix library.
+    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.3 times as fast
+    # Do not split small arrays among threads: 1.3 times as fast. Do not use the matrix library of
+    # jax 0.11, which is slow for small matrices: 2 times as fast.
     "xla_disable_hlo_passes": "cpu-parallel-task-assigner,dot-library-rewriter",
 }
 
 
-# The data of many runs would leave a CPU's cache: half as fast. A GPU takes all runs at once.
+# On a CPU, the data of many runs would leave the cache. A GPU takes all runs at once.
 RUNS_AT_ONCE = 16 if jax.default_backend() == "cpu" else 10**6
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -76,14 +77,19 @@ LINE_ABLATIONS = [
 
 # What lines that are there for speed are worth: what they do, script, flags, whether the newest jax
 # is meant, and each text with its replacement.
+IN_LOOP = """    key_noise, key_step = draws
+    sampler = jax.random.normal if "log_std" in params else jax.random.gumbel
+    noise = noise_scale * sampler(key_noise, (len(mask), *params["b1"].shape))
+    keys = jax.random.split(key_step, len(mask))
+"""
 COLUMNS = "jnp.stack([phi @ column for column in weights.T], axis=1)"
 BEFORE_LOOP = [
     ("jax.vmap(partial(draw, args))(keys)", "keys"),
     ("    state, sums = carry\n", "    state, sums = carry\n    draws = draw(args, draws)\n"),
 ]
 LONG = "--total-timesteps 1e6"
-MANY = "--num-seeds 128 --total-timesteps 1e5"
-CARS = "--total-timesteps 5e8"
+MANY = "--num-seeds 128 --total-timesteps 50000"
+CARS = "--total-timesteps 2e8 --log-interval 1e8"
 WIDE = '    "xla_cpu_prefer_vector_width": 512,'
 SPEED = [
     ("one product per action", "parallel_td.py", LONG, False, [(COLUMNS, "phi @ weights")]),
@@ -140,6 +146,13 @@ SPEED = [
     ),
     (
         "wide vectors",
+        "gridworld_qlearning.py",
+        "--num-seeds 1024 --total-timesteps 1e5",
+        False,
+        [(WIDE, "    #")],
+    ),
+    (
+        "wide vectors",
         "mountaincar_env.py",
         CARS,
         False,
@@ -150,9 +163,22 @@ SPEED = [
         "mountaincar_env.py",
         CARS,
         True,
+        [("jax.random.bits(", "jax.random.uniform("), (", jnp.uint16) / 2**16", ")")],
+    ),
+    (
+        "random numbers before the loop",
+        "reinforce_parallel.py",
+        "--num-iterations 100",
+        False,
         [
-            ("jax.random.bits(", "jax.random.uniform("),
-            (", jnp.uint16) / 2**16", ")"),
+            (
+                'noise_scale * draw(key_noise, (*shape, *params["b1"].shape)),',
+                "jax.random.split(key_noise, shape[0]),",
+            ),
+            ("jax.random.split(key_step, shape),", "jax.random.split(key_step, shape[0]),"),
+            ("def play_step(args, params, carry", "def play_step(args, noise_scale, params, carry"),
+            ("    noise, keys = draws  # (N, A), (N,)\n", IN_LOOP),
+            ("partial(play_step, args, params)", "partial(play_step, args, noise_scale, params)"),
         ],
     ),
 ]
@@ -187,7 +213,7 @@ TASKS = [
 
 def run(script, *flags, save=True, python=sys.executable):
     """Run a script. Returns seconds from command to end, printed lines and saved arrays."""
-    path = FOLDER / "saved.npz"
+    path = Path(tempfile.mkdtemp(dir=FOLDER)) / "saved.npz"
     command = [python, str(script), *flags]
     print("+", " ".join(command), flush=True)
     if save:
@@ -197,6 +223,12 @@ def run(script, *flags, save=True, python=sys.executable):
     seconds = time.perf_counter() - began
     saved = dict(np.load(path)) if save else {}
     return seconds, process.stdout.splitlines(), saved
+
+
+def two_at_a_time(calls):
+    """Run several commands of which no speed is wanted."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda call: run(*call), calls))
 
 
 def speed_of(lines):
@@ -262,8 +294,7 @@ def learning():
     """Measure 1, 20, 128 and 400 runs of each learner. Returns two tables."""
     rows, speeds, curves = [], [], {}
     for script in LEARNERS:
-        alone = [run(ROOT / script) for _ in range(3)]
-        seconds, lines, saved = alone[int(np.argsort([part[0] for part in alone])[1])]  # median
+        seconds, lines, saved = min((run(ROOT / script) for _ in range(2)), key=lambda one: one[0])
         compiling, training = saved["compile_seconds"], saved["train_seconds"]
         importing = import_seconds(script)
         rest = seconds - importing - compiling - training
@@ -279,11 +310,9 @@ def learning():
         rows.append([f"`{script}`", *passes(saved), training, *milestones_of_twenty])
         speeds.append([f"`{script}`", *times, *[f"{value:.2f}" for value in speed]])
     for script in ["gridworld_qlearning.py", "mountaincar_env.py"]:
-        alone = sorted(run(ROOT / script, save=False)[:2] for _ in range(3))[1]
-        waiting = f"{alone[0]:.1f}"
+        seconds = min(run(ROOT / script, save=False)[0] for _ in range(2))
         importing = f"{import_seconds(script):.1f}"
-        one = f"{speed_of(alone[1]):.2f}"
-        speeds.append([f"`{script}`", importing, "", "", "", waiting, one, "", "", ""])
+        speeds.append([f"`{script}`", importing, "", "", "", f"{seconds:.1f}", *[""] * 4])
     picture(curves)
     head = ["script", "passed", "worst run", "training, s", "first at 475", "at 475 from"]
     speed_head = ["script", "importing", "compiling", "training", "rest", "command to end"]
@@ -340,10 +369,12 @@ def unlearned_returns(env_id):
 def every_environment():
     """Measure three runs of REINFORCE on each environment of gymnax; count where it learns."""
     rows, mean_above, worst_above = [], 0, 0
-    for env_id in [name for name in gymnax.registered_envs if name != "MNISTBandit-bsuite"]:
+    names = [name for name in gymnax.registered_envs if name != "MNISTBandit-bsuite"]
+    few = ["--num-seeds", "3"]
+    commands = [["--env-id", name, *few, *ENV_FLAGS.get(name, "").split()] for name in names]
+    results = two_at_a_time([[ROOT / "reinforce_parallel.py", *command] for command in commands])
+    for env_id, (_, _, saved) in zip(names, results, strict=True):
         flags = ENV_FLAGS.get(env_id, "")
-        command = ["--env-id", env_id, "--num-seeds", "3", *flags.split()]
-        seconds, _, saved = run(ROOT / "reinforce_parallel.py", *command)
         greedy = saved["greedy_return"].mean(axis=1)
         random, idle = unlearned_returns(env_id)
         unlearned = max(random, idle) + 0.005  # equal returns differ by rounding
@@ -351,9 +382,9 @@ def every_environment():
         worst_above += greedy.min() > unlearned
         result = f"{greedy.mean():.2f} ({greedy.min():.2f} to {greedy.max():.2f})"
         flags = f"`{flags}`" if flags else "defaults"
-        rows.append([env_id, flags, f"{random:.2f}", f"{idle:.2f}", result, f"{seconds:.0f}"])
+        rows.append([env_id, flags, f"{random:.2f}", f"{idle:.2f}", result])
     head = ["environment", "flags", "random play", "always action 0", "greedy (worst to best run)"]
-    return f"""{table([*head, "command to end, s"], rows)}
+    return f"""{table(head, rows)}
 The greedy mean is above both random play and always action 0 in {mean_above} of {len(rows)}
 environments. In {worst_above} of these, even the worst run is above both; elsewhere, the
 difference may be chance.
@@ -363,15 +394,14 @@ difference may be chance.
 def other_tasks():
     """Measure twenty runs of each command in TASKS, and random play."""
     rows = []
-    for command in TASKS:
-        command += " --total-timesteps 500000 --num-seeds 20"
-        script, *flags = command.split()
-        _, _, saved = run(ROOT / script, *flags)
+    commands = [command + " --total-timesteps 500000 --num-seeds 20" for command in TASKS]
+    calls = [[ROOT / script, *flags] for script, *flags in map(str.split, commands)]
+    for command, (_, _, saved) in zip(commands, two_at_a_time(calls), strict=True):
         greedy = saved["greedy_return"].mean(axis=1)
-        random, _ = unlearned_returns(env_id=flags[1])
+        random, _ = unlearned_returns(env_id=command.split()[2])
         numbers = f"{random:.0f}", f"{greedy.mean():.0f}", f"{greedy.min():.0f}"
-        rows.append([f"`{command}`", *numbers, f"{saved['train_seconds']:.0f}"])
-    return table(["command", "random play", "greedy, mean", "worst run", "training, s"], rows)
+        rows.append([f"`{command}`", *numbers])
+    return table(["command", "random play", "greedy, mean", "worst run"], rows)
 
 
 def ablations():
@@ -401,14 +431,14 @@ def changed(script, changes):
 
 
 def speed_claims(newest):
-    """Measure scripts without one of their lines that are there for speed, three times in turn."""
+    """Measure scripts without one of their lines that are there for speed, twice in turn."""
     rows = []
     for what, script, flags, needs_newest, changes in SPEED:
         if needs_newest and not newest:
             continue
         python = newest if needs_newest else sys.executable
         pairs = []
-        for _ in range(3):
+        for _ in range(2):
             with_line = run(ROOT / script, *flags.split(), save=False, python=python)[1]
             copy = changed(script, changes)
             without = run(copy, *flags.split(), save=False, python=python)[1]
@@ -492,7 +522,7 @@ Both are medians. A training return includes random actions.
 {learning_table}
 ## Where the time goes
 
-Seconds of `python NAME.py`, the median of three commands, and what they consist of. "Rest" is
+Seconds of `python NAME.py`, the faster of two commands, and what they consist of. "Rest" is
 compiling and running the evaluation, and leaving Python. Then the speed of training, over all runs.
 
 {speed_table}
@@ -537,8 +567,8 @@ To treat a time limit as a terminal state makes learning slower in this task, no
 
 ## What the lines for speed are worth
 
-Each row compares a script with a copy that lacks one line or option, three times in turn: the
-medians of the speed in the last progress line, and the median of the three factors.
+Each row compares a script with a copy that lacks one line or option, twice in turn: the means of
+the speed in the last progress line, and of the two factors.
 
 {speed_claims(args.newest)}"""
     (ROOT / "tests" / "RESULTS.md").write_text(page)

@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-import runpy
-import sys
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnax.wrappers import FlattenObservationWrapper, LogWrapper
-from jax.experimental import multihost_utils
 
 import mountaincar_env as car
 
@@ -301,39 +298,27 @@ def test_save_refuses_more_than_it_can_hold(tmp_path):
             car.parse_args(f"--num-envs {refused.format(save)}".split())
 
 
-def press_ctrl_c(line, module, name, monkeypatch):
-    """Let Ctrl-C arrive while a progress line is awaited, in the function that waits for it."""
+def press_ctrl_c(line, monkeypatch):
+    """Let Ctrl-C arrive while the results of a progress line are awaited."""
     outcomes = [DEFAULT] * (line - 1) + [KeyboardInterrupt] + [DEFAULT] * 9
-    wait = Mock(wraps=getattr(module, name), side_effect=outcomes)
-    monkeypatch.setattr(module, name, wait)
+    monkeypatch.setattr(car, "gather", Mock(wraps=car.gather, side_effect=outcomes))
 
 
-def program(module, argv, monkeypatch):
-    """Run a script as a shell would. Return its exit code and what it printed."""
-    monkeypatch.setattr(sys, "argv", [module.__file__, *argv])
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(module.__file__, run_name="__main__")
-    assert sys.stdout.line_buffering
-    return end.value.code, sys.stdout.buffer.getvalue().decode()
-
-
-def test_ctrl_c_keeps_what_the_last_line_shows(tmp_path, monkeypatch):
+def test_ctrl_c_keeps_what_the_last_line_shows(tmp_path, capsys, monkeypatch):
     """Before the first line, or in a job of many processes, it is an error."""
-    few = "--num-envs 8 --log-interval 1600 --total-timesteps"
-    with monkeypatch.context() as patch:
-        press_ctrl_c(3, multihost_utils, "process_allgather", patch)
-        argv = f"{few} 6400 --save {tmp_path / 'x.npz'}".split()
-        code, printed = program(car, argv, patch)
-    assert code == 130 and printed.count("steps/s\n") == 2
+    few, save = "--num-envs 8 --log-interval 1600 --total-timesteps", ("--save", tmp_path / "x.npz")
+    complete = run(f"{few} 3200", *save)
+    press_ctrl_c(3, monkeypatch)
+    run(f"{few} 6400", *save)
+    printed = capsys.readouterr().out
     assert printed.endswith("\ninterrupted: the results are those of the last line\n")
-    complete = run(f"{few} 3200", "--save", tmp_path / "complete.npz")
     saved = np.load(tmp_path / "x.npz")
     assert saved["interrupted"] and saved["timesteps"].tolist() == [1600, 3200]
     for name in complete.keys() - {"args", "compile_seconds", "rollout_seconds", "interrupted"}:
         np.testing.assert_array_equal(saved[name], complete[name])
     for flags, line in ("6400", 1), ("6400 --distributed", 2):
-        press_ctrl_c(line, car, "gather", monkeypatch)
+        monkeypatch.undo()
+        press_ctrl_c(line, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             run(f"{few} {flags}")
 

@@ -33,7 +33,6 @@ LIMIT = {"CartPole-v1": 60, "Acrobot-v1": 500}  # 60: see Moon
 SUMS = "episodes", "returns", "updates", "td_error", "q_value"
 
 both_with_a_ring = pytest.mark.parametrize("td", [REPLAY, DECAY], indirect=True)
-only_decay = pytest.mark.parametrize("td", [DECAY], indirect=True)
 
 
 @pytest.fixture(scope="module", params=[PARALLEL, REPLAY, DECAY])
@@ -332,7 +331,7 @@ def test_initial_state(td, moon):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(zeros))
 
 
-@only_decay
+@pytest.mark.parametrize("td", [DECAY], indirect=True)
 @pytest.mark.parametrize(
     ("decay", "steps", "by_hand"),
     [
