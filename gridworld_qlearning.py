@@ -231,7 +231,7 @@ def parse_args(argv=None):
     add("--learning-rate", type=unit, default=[0.1], nargs="+", help=text)
     add("--gamma", type=unit, default=0.9, help="discount factor")
     add("--epsilon", type=unit, default=0.1, help="probability of a random action")
-    text = "environment steps per progress line, at most, in thousands"
+    text = "approximate number of environment steps per progress line"
     add("--log-interval", type=steps, default=100_000, help=text)
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
     add("--save", type=file_name(".npz"), metavar="FILE", help="write tables, curves, arguments")

@@ -262,7 +262,7 @@ def parse_args(argv=None):
     add("--num-envs", type=number(int, 1, 1e6), default=4096, help="cars stepped in lockstep")
     text = "rocking pushes in the direction of motion"
     add("--policy", choices=["random", "rocking"], default="random", help=text)
-    text = f"environment steps of all cars per progress line, at most; or {BLOCK} of each car"
+    text = "approximate number of environment steps of all cars per progress line"
     add("--log-interval", type=steps, default=2 * 10**8, help=text)
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
     text = f"write every step, 22 bytes each, of at most {MAX_SAVED:g}"

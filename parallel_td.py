@@ -297,7 +297,7 @@ def parse_args(argv=None):
     add("--num-centers", type=count, default=500, help="number of radial basis features")
     add("--sigma", type=number(float, 1e-3, 1e3), default=0.5, help="width of the features")
     add("--eval-episodes", type=count, default=100, help="greedy episodes after training")
-    text = "environment steps per progress line, at most"
+    text = "approximate number of environment steps per progress line"
     add("--log-interval", type=count, default=10_000, help=text)
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
     add("--save", type=file_name(".npz"), metavar="FILE", help="write weights, curves, arguments")

@@ -167,7 +167,6 @@ def test_any_number_of_runs_on_any_number_of_devices(tmp_path):
     [
         ("parallel_td.py", "--num-seeds 3 --total-timesteps 3200 --num-centers 50"),
         ("mountaincar_env.py", "--num-envs 8 --total-timesteps 1600 --log-interval 800"),
-        ("reinforce_parallel.py", "--num-seeds 3 --num-iterations 4 --hidden-size 8"),
     ],
 )
 def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(script, few, tmp_path):
