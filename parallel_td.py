@@ -123,7 +123,7 @@ def rbf_features(args, centers, obs):
 def q_values(args, weights, centers, obs):
     """Values (B, A) of all actions in observations (B, D)."""
     phi = rbf_features(args, centers, obs)
-    # phi @ weights, column by column: 1.6 times as fast as one product with few columns.
+    # phi @ weights, column by column: 1.4 times as fast as one product with few columns.
     return jnp.stack([phi @ column for column in weights.T], axis=1)
 
 
