@@ -203,7 +203,8 @@ def rollout(args, state):
     age = state.env_state.time
     state = state._replace(episodes=jnp.zeros_like(age), goals=jnp.zeros_like(age))
     state, kept = jax.lax.scan(partial(block, args), state, length=args.chunk_blocks)
-    # Every reward is -1. Of the steps taken, those of episodes that go on do not count yet.
+    # Each step has reward -1. So the returns of the episodes that ended add up to minus the steps
+    # taken here and, if they began earlier, before (age), without those of episodes that go on.
     returns = -(args.chunk_blocks * BLOCK + age - state.env_state.time)
     sums = {"episodes": state.episodes, "goals": state.goals, "returns": returns}
     kept = jax.tree.map(lambda array: jnp.concatenate(array).swapaxes(0, 1), kept)  # (n, T, ...)
