@@ -112,7 +112,6 @@ def begin(script, *flags, **env):
     [
         ("parallel_td.py", "--log-interval 1600 --total-timesteps 1e9", "weights"),
         ("gridworld_qlearning.py", "--log-interval 1e5 --total-timesteps 1e9", "q_table"),
-        ("mountaincar_env.py", "--log-interval 1e5 --num-envs 100 --total-timesteps 1e8", "obs"),
     ],
 )
 def test_ctrl_c_ends_with_a_report(script, few, learned, tmp_path):
@@ -165,7 +164,7 @@ def test_any_number_of_runs_on_any_number_of_devices(tmp_path):
 @pytest.mark.parametrize(
     "script, few",
     [
-        ("parallel_td.py", "--num-seeds 3 --total-timesteps 3200 --num-centers 50"),
+        ("gridworld_qlearning.py", "--num-seeds 3 --total-timesteps 4000 --log-interval 2000"),
         ("mountaincar_env.py", "--num-envs 8 --total-timesteps 1600 --log-interval 800"),
     ],
 )
