@@ -80,22 +80,17 @@ def test_twins_are_identical_but_for_the_list():
     assert {name: groups.get(name) for name in DIFFERS} == DIFFERS
 
 
-def test_shared_flags_agree_but_for_the_list():
+def test_flags_are_read_and_shared_ones_agree_but_for_the_list():
     values = {}
     for script in SCRIPTS:
         for flag, options in flags(script).items():
+            word = flag[2:].replace("-", "_")
+            assert re.search(rf"\bargs\.{word}\b(?! = )", TEXT[script]), f"{script} {flag}"
             for key in options.keys() - {"help"}:
                 values.setdefault(f"{flag} {key}", []).append(options[key])
     differing = {key for key, told in values.items() if any(value != told[0] for value in told)}
     listed = [key.split() for key in FLAGS_DIFFER]
     assert differing == {f"{flag} {key}" for flag, *keys in listed for key in keys}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_flag_is_read(name):
-    words = [flag[2:].replace("-", "_") for flag in flags(name)]
-    unread = [word for word in words if not re.search(rf"\bargs\.{word}\b(?! = )", TEXT[name])]
-    assert unread == [] and len(words) > 5
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -122,16 +117,6 @@ def test_scripts_are_short_and_the_next_one_differs_by_its_idea():
     for pair, budget in DIFF_BUDGET.items():
         diff = subprocess.run(["diff", *pair], cwd=ROOT, capture_output=True, text=True).stdout
         assert 0 < sum(line[0] in "<>" for line in diff.splitlines()) <= budget, pair
-
-
-def test_the_repository_holds_nothing_else_at_its_top():
-    """Of the tracked files: a user's weights.npz does not count, and a licence may be added."""
-    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if git.returncode:
-        pytest.skip("not a git checkout")
-    top = {path.split("/")[0] for path in git.stdout.splitlines()}
-    visible = {name for name in top if not name.startswith((".", "LICEN"))}
-    assert visible == {*SCRIPTS, "tests", "requirements.txt", "README.md"}
 
 
 def test_jax_issue_39103():

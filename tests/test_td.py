@@ -358,14 +358,6 @@ def test_what_is_printed_drawn_and_saved_is_what_happened(td, report):
     assert printed == lines and drawn[0] == "a.png"
 
 
-def test_no_key_is_used_twice(td):
-    """JAX checks the keys when it traces a program; nothing has to run."""
-    args = td.parse_args("--num-envs 4 --batch-size 4 --eval-episodes 2 --num-centers 3".split())
-    with jax.debug_key_reuse(True):
-        state = jax.eval_shape(partial(td.init_state, args), 0, 0.01)
-        jax.jit(lambda state: td.evaluate(args, td.train_chunk(args, state)[0])).trace(state)
-
-
 def test_learned_weights_play_in_gymnasium(td, capsys):
     flags = "--seed 2 --total-timesteps 40000 --num-centers 200 --eval-episodes 20".split()
     results, env = td.main(flags), gymnasium.make("CartPole-v1")
