@@ -37,11 +37,6 @@ def td(request):
         ("--total-timesteps 1000 --log-interval 15", *[(63, 1, 63, 16)] * 2),
         ("--total-timesteps 1000 --log-interval 2000", *[(1, 63, 63, 1008)] * 2),
         (
-            "--total-timesteps 1050 --num-envs 10 --log-interval 300",
-            (4, 14, 56, 280),
-            (4, 27, 108, 270),
-        ),
-        (
             "--total-timesteps 1000 --num-envs 3 --batch-size 10 --log-interval 300",
             (4, 21, 84, 252),
             (4, 84, 336, 252),
@@ -53,18 +48,6 @@ def test_sizes_by_hand(td, flags, parallel, ring):
     args = td.parse_args(flags.split())
     sizes = args.num_chunks, args.chunk_updates, args.total_updates, args.chunk_timesteps
     assert sizes == (parallel if td.__name__ == PARALLEL else ring)
-
-
-@pytest.mark.parametrize("td", [REPLAY, DECAY], indirect=True)
-@pytest.mark.parametrize(("size", "starts", "taken"), [(7, 40, 1), (6, 40, 0), (7, 41, 0)])
-def test_limits_of_the_ring(td, size, starts, taken):
-    """It holds at least one vector step, and learning starts before the end."""
-    flags = f"--num-envs 7 --total-timesteps 40 --buffer-size {size} --learning-starts {starts}"
-    if taken:
-        td.parse_args(flags.split())
-    else:
-        with pytest.raises(SystemExit):
-            td.parse_args(flags.split())
 
 
 @pytest.mark.parametrize("td", [DECAY], indirect=True)
