@@ -242,8 +242,8 @@ class Replay:
         return lengths
 
 
-MAIN = """--num-envs 3 --batch-size 8 --num-centers 10 --sigma 0.7 --gamma 0.9 --eval-episodes 6
-    --total-timesteps 96 --log-interval 32 --seed 7 --num-seeds 2 --learning-rate 0.3 0.002"""
+MAIN = """--num-envs 4 --batch-size 10 --num-centers 10 --sigma 0.7 --gamma 0.9 --eval-episodes 6
+    --total-timesteps 132 --log-interval 44 --seed 7 --num-seeds 2 --learning-rate 0.3 0.002"""
 RING = " --buffer-size 25 --learning-starts 20 --tau 0.25"
 OWN = {
     PARALLEL: " --epsilon 0.5",
@@ -258,8 +258,8 @@ LINES = "returns", "td_error", "q_value"
 def report(td, tmp_path_factory):
     """What main returned, printed, saved and drew: two learning rates, two seeds, three lines.
 
-    A batch is larger than a vector step, the ring of 25 takes 99 transitions, three at a time, and
-    learning starts when the next three fit in it. The clock ticks as the test says.
+    A batch is larger than a vector step, the ring of 25 takes 132 transitions, four at a time, and
+    learning starts with the 20th. The clock ticks as the test says.
     """
     path, drawn, printed = tmp_path_factory.mktemp("report") / "a.npz", [], io.StringIO()
     ticks = iter([10, 13.25, 20, 21, 30, 32, 40, 44])
@@ -308,7 +308,7 @@ def test_learning_is_that_of_an_independent_replay(td, report):
 def test_what_is_printed_drawn_and_saved_is_what_happened(td, report):
     results, printed, saved, drawn = report
     assert json.loads(results["args"])["learning_rate"] == [0.3, 0.002]
-    line_steps = 36 if td.__name__ == PARALLEL else 33  # 4 updates of 9, or 11 of 3
+    line_steps = 48 if td.__name__ == PARALLEL else 44  # 4 updates of 12, or 11 of 4
     expected = {
         "seed": SEEDS,
         "learning_rate": RATES,
