@@ -119,6 +119,16 @@ def test_scripts_are_short_and_the_next_one_differs_by_its_idea():
         assert 0 < sum(line[0] in "<>" for line in diff.splitlines()) <= budget, pair
 
 
+def test_the_repository_holds_nothing_else_at_its_top():
+    """Of the tracked files: a user's weights.npz does not count, and a licence may be added."""
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if git.returncode:
+        pytest.skip("not a git checkout")
+    top = {path.split("/")[0] for path in git.stdout.splitlines()}
+    visible = {name for name in top if not name.startswith((".", "LICEN"))}
+    assert visible == {*SCRIPTS, "tests", "requirements.txt", "README.md"}
+
+
 def test_jax_issue_39103():
     """A compiler bug of jax 0.10.2 that must be absent."""
     rows = jnp.stack((jnp.arange(32_769.0), jnp.zeros(32_769), jnp.zeros(32_769)), axis=1)

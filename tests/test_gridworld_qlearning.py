@@ -40,7 +40,7 @@ def test_one_update_into_the_goal_by_hand():
 
 def test_greedy_steps_by_hand():
     """On a 2 x 3 grid: the longest path through all cells, a circle, and ties."""
-    args = grid.parse_args("--grid-size 2 3".split())
+    args = SimpleNamespace(grid_size=[2, 3], num_cells=6)
     longest = dict(zip([5, 2, 1, 4, 3], [UP, LEFT, DOWN, LEFT, UP], strict=True))
     circle = {5: LEFT, 4: UP, 1: RIGHT, 2: DOWN}
     for path, steps in (longest, 5), ({5: LEFT, 4: LEFT, 3: UP}, 3), (circle, np.inf), ({}, np.inf):

@@ -264,7 +264,9 @@ def report(td, tmp_path_factory):
     path, drawn, printed = tmp_path_factory.mktemp("report") / "a.npz", [], io.StringIO()
     ticks = iter([10, 13.25, 20, 21, 30, 32, 40, 44])
     init_state, gather, calls = td.init_state, td.gather, itertools.count(1)
-    assert not init_state(td.parse_args([]), 7, 0.3).weights.any()
+    first = init_state(td.parse_args([]), 7, 0.3)
+    assert not first.weights.any()
+    assert {len(ring) for ring in getattr(first, "buffer", [])} <= {100_000}
 
     def not_zero(*call):
         """Change the weights: after one step of Adam from 0, all actions have the same value."""
