@@ -5,8 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import pytest
@@ -25,28 +23,16 @@ FLAGS = dict.fromkeys(TRIO, REPLAY) | {
 
 
 def run(folder, script):
-    """Copy a script into a folder of its own and run it there. Return folder and process."""
-    folder = folder / script[:-3]
-    folder.mkdir()
+    """Copy a script into an empty folder and run it there. Return the folder and the process."""
     shutil.copy(ROOT / script, folder)
     command = [sys.executable, script, *FLAGS[script].split(), "--save", "run.npz"]
     pipes = {"capture_output": True, "text": True}
     return folder, subprocess.run(command, cwd=folder, env=USER_ENV, **pipes)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """{script: (folder, the process that has ended there)}, run two at a time."""
-    folder = tmp_path_factory.mktemp("smoke")
-    slowest_first = SCRIPTS[::-1]  # REINFORCE draws an animation
-    with ThreadPoolExecutor(2) as pool:
-        ended = pool.map(partial(run, folder), slowest_first)
-        return dict(zip(slowest_first, ended, strict=True))
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_runs_alone_in_an_empty_folder(script, runs):
-    folder, process = runs[script]
+def test_runs_alone_in_an_empty_folder(script, smoke_runs):
+    folder, process = smoke_runs[script].result()
     assert (process.returncode, process.stderr) == (0, "")
     devices, compiled, *lines = process.stdout.splitlines()
     assert re.search(r" on \d+ x ", devices)
