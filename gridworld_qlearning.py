@@ -34,7 +34,7 @@ from typing import NamedTuple
 # jax reads this when it is imported: each CPU core that this process may use becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
-# Compile loops over up to 500 kB of data into one function: 2 times as fast with one agent.
+# Compile loops over up to 500 kB of data into one function: 1.5 times as fast with one agent.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=500000"
 )
@@ -153,7 +153,7 @@ COMPILER_OPTIONS = {
 RUNS_AT_ONCE = 128 if jax.default_backend() == "cpu" else 10**6
 
 
-# Fewer runs than this are 2 to 8 times as fast one after the other: the table update is a slow
+# Fewer runs than this are 2 to 9 times as fast one after the other: the table update is a slow
 # operation of its own when it is vmapped.
 MIN_AT_ONCE = 64 if jax.default_backend() == "cpu" else 0
 

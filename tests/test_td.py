@@ -343,6 +343,21 @@ def test_what_is_printed_drawn_and_saved_is_what_happened(td, report):
     assert printed == lines and drawn[0] == "a.png"
 
 
+def test_progress_lines_change_nothing_that_is_learned(td):
+    """One line, two or five: the same bits, since each update has a key of its own."""
+    few = "--num-envs 4 --batch-size 8 --num-centers 5 --total-timesteps 160 --log-interval"
+    ring, weights = [] if td.__name__ == PARALLEL else ["--learning-starts", "20"], []
+    for interval, lines in (160, 1), (80, 2), (32, 5):
+        args = td.parse_args([*few.split(), str(interval), *ring])
+        assert args.num_chunks == lines
+        chunk, state = jax.jit(partial(td.train_chunk, args)), td.init_state(args, 0, 0.1)
+        for _ in range(lines):
+            state, _ = chunk(state)
+        weights.append(state.weights)
+    assert np.all(weights[0] != 0)
+    equal(weights, weights[:1] * 3)
+
+
 def test_learned_weights_play_in_gymnasium(td, capsys):
     flags = "--seed 2 --total-timesteps 40000 --num-centers 200 --eval-episodes 20".split()
     results, env = td.main(flags), gymnasium.make("CartPole-v1")
