@@ -74,6 +74,7 @@ def test_episodes_begin_and_end_as_in_gymnax():
         obs, state, reward, terminated, truncated, _ = step(keys, before, action, params)
         starts = jnp.where((terminated | truncated)[:, None], obs, start)
         space, actions = env.observation_space(params), jnp.array(env.action_space(params).n)
+        assert space.shape == (2,)
         rest = state.time, reward, terminated, truncated, space.low, space.high, actions
         found.append([start, starts, *rest])
     for ours, theirs in zip(*found, strict=True):
