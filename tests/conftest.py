@@ -1,4 +1,4 @@
-"""What the tests share: the scripts can be imported, as a user's shell would run them."""
+"""What the tests share: scripts that can be imported, short runs, runs in the background."""
 
 import atexit
 import os
@@ -7,13 +7,27 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 SCRIPTS = [*TRIO, "gridworld_qlearning.py", "mountaincar_env.py", "reinforce_parallel.py"]
 USER_ENV = dict(os.environ)  # copied before an imported script adds its settings
+
+# Three progress lines; nine runs, or three cars, on two devices: one copy is to be cut off.
+SWEEP = "--num-seeds 3 --learning-rate 0.3 0.1 0.2 --plot curve.png"
+TD = f"{SWEEP} --num-envs 4 --num-centers 5 --eval-episodes 2 --total-timesteps 72"
+TD += " --log-interval 24"
+FLAGS = dict.fromkeys(TRIO, f"{TD} --learning-starts 20 --buffer-size 50") | {
+    "parallel_td.py": TD,
+    "gridworld_qlearning.py": f"{SWEEP} --total-timesteps 3e3 --log-interval 1e3 --grid-size 10 20",
+    "mountaincar_env.py": "--num-envs 3 --total-timesteps 900 --log-interval 300",
+    "reinforce_parallel.py": f"{SWEEP} --num-envs 2 --hidden-size 3 --eval-episodes 2"
+    " --num-iterations 5 --log-interval 2",
+}
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
@@ -26,18 +40,44 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def smoke_runs(request, tmp_path_factory):
-    """{script: the future of its smoke run}. The runs begin before the first test.
+def pytest_collection_modifyitems(items):
+    """Put the tests of runs in the background last."""
+    items.sort(key=lambda item: "ended" in item.fixturenames)
 
-    One after the other, they use the core that the other tests leave.
+
+@pytest.fixture(scope="session", autouse=True)
+def background(request, tmp_path_factory):
+    """Start subprocesses before the first test: they use the core that the other tests leave.
+
+    A test that needs one has a parameter `ended`: a function and its arguments after a folder.
     """
-    items = [item for item in request.session.items if item.module.__name__ == "test_smoke"]
+    items = [item for item in request.session.items if "ended" in item.fixturenames]
+    runs = [item.callspec.params["ended"] for item in items]
     with ThreadPoolExecutor(1) as pool:
-        yield {
-            (script := item.callspec.params["script"]): pool.submit(
-                item.module.run, tmp_path_factory.mktemp("smoke"), script
-            )
-            for item in items
-        }
+        yield {run: pool.submit(run[0], tmp_path_factory.mktemp("run"), *run[1:]) for run in runs}
         pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def ended(request, background):
+    return background[request.param].result()
+
+
+def clock(*seconds):
+    """Replace the module `time`: its clock shows these seconds, one after the other."""
+    return SimpleNamespace(perf_counter=iter(seconds).__next__)
+
+
+def assert_saved(path, results):
+    """The file holds what main returned."""
+    saved = np.load(path, allow_pickle=False)
+    assert saved.files == [*results]
+    for name, value in results.items():
+        np.testing.assert_array_equal(saved[name], value, err_msg=name)
+
+
+def adam(param, moments, grad, count, learning_rate):
+    """Step number `count` (0, 1, ...) of Adam. Returns the parameter and its two moments."""
+    mean, square = 0.9 * moments[0] + 0.1 * grad, 0.999 * moments[1] + 0.001 * grad**2
+    scale = np.sqrt(square / (1 - 0.999 ** (count + 1))) + 1e-8
+    return param - learning_rate * mean / (1 - 0.9 ** (count + 1)) / scale, (mean, square)

@@ -1,6 +1,7 @@
 """What the scripts do the same way: runs on devices, curves, Ctrl-C, one process that reports."""
 
 import importlib
+import json
 import runpy
 import sys
 from unittest.mock import DEFAULT, Mock
@@ -9,31 +10,28 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from conftest import FLAGS, SCRIPTS, TRIO, assert_saved, clock
 from jax.experimental import multihost_utils
 from matplotlib.colors import to_rgba
 
-# Three progress lines of three runs, or cars, on two devices: there is one copy to cut off.
-TD = "--num-seeds 3 --num-envs 4 --num-centers 5 --eval-episodes 2 --total-timesteps 96"
-TD += " --log-interval 32 --plot x.png"
-RING = f"{TD} --learning-starts 20 --buffer-size 50"
-FLAGS = {
-    "parallel_td": TD,
-    "replay_td": RING,
-    "epsilon_decay_td": RING,
-    "reinforce_parallel": "--num-seeds 3 --num-iterations 3 --log-interval 1 --eval-episodes 2"
-    " --num-envs 2 --hidden-size 3 --env-id DeepSea-bsuite --plot x.png",
-    "gridworld_qlearning": "--num-seeds 3 --total-timesteps 3e3 --log-interval 1e3 --plot x.png",
-    "mountaincar_env": "--num-envs 3 --total-timesteps 900 --log-interval 300",
-}
-WITH_CURVES, LEARNERS = list(FLAGS)[:4], list(FLAGS)[:5]
+LEARNERS = [script for script in SCRIPTS if script != "mountaincar_env.py"]
+WITH_CURVES = [*TRIO, "reinforce_parallel.py"]
 NOT_THE_SAME = {"args", "compile_seconds", "train_seconds", "rollout_seconds", "interrupted"}
+TD_LINE = "step {steps:,.0f}  return {returns:.1f}  td_error {td_error:.3f}  q_value {q_value:.2f}"
+LINE = dict.fromkeys(["parallel_td", "replay_td", "epsilon_decay_td"], TD_LINE) | {
+    "gridworld_qlearning": "step {steps:,.0f}  steps per episode {steps_per_episode:.1f}",
+    "reinforce_parallel": "iteration {iteration}  return {returns:.1f}",
+}
+CURVES = "returns", "td_error", "q_value", "steps_per_episode"
 equal = np.testing.assert_array_equal
 
 
 @pytest.fixture
 def script(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return importlib.import_module(request.param)
+    module = importlib.import_module(request.param[:-3])
+    module.flags = FLAGS[request.param].split()
+    return module
 
 
 def each(names):
@@ -47,21 +45,59 @@ def press_ctrl_c(line, module, patch):
     patch.setattr(module, "process_allgather", wait)
 
 
-@each(FLAGS)
+@each(LEARNERS)
+@pytest.mark.filterwarnings("ignore:Mean of empty slice")
+def test_what_is_printed_drawn_and_saved_is_what_happened(script, capsys, monkeypatch):
+    """Three learning rates, three seeds, three lines. In some lines, no episode of a run ended."""
+    drawn, rates = [], [0.3, 0.1, 0.2]
+    monkeypatch.setattr(script, "plot", lambda *call: drawn.extend(call))
+    monkeypatch.setattr(script, "time", clock(10, 13.25, 20, 21, 30, 32, 40, 44))
+    results = script.main([*script.flags, "--seed", "9", "--save", "x.npz"])
+    assert_saved("x.npz", results)
+    args = json.loads(results["args"])
+    times = results["compile_seconds"], results["train_seconds"], results["interrupted"]
+    assert (args["seed"], args["learning_rate"], times) == (9, rates, (3.25, 7, False))
+    equal(results["seed"], [9, 10, 11] * 3)
+    equal(results["learning_rate"], np.repeat(rates, 3))
+    devices = f"{min(9, jax.device_count())} x {jax.devices()[0].device_kind}"
+    task = args.get("env_id", "grid world")
+    lines, curves = [f"{task}, 9 runs on {devices}", "compiled in 3.2 s"], {*CURVES} & {*results}
+    for line, seconds in enumerate([1, 3, 7]):
+        steps = np.mean(results["timesteps"][line])  # REINFORCE's runs differ in their steps
+        shown = {name: np.nanmean(results[name][line]) for name in curves}
+        shown |= {"iteration": 2 * line + 2, "steps": steps, "speed": 9 * steps / seconds}
+        lines.append((LINE[script.__name__] + "  {speed:,.0f} steps/s").format_map(shown))
+    if "greedy_return" in results:
+        for rate, (a, b, c) in zip(rates, results["greedy_return"].reshape(3, 3, 2), strict=True):
+            means = np.mean(a), np.mean(b), np.mean(c)
+            line = f"greedy return {np.mean(means):.1f}, worst run {min(means):.1f}"
+            lines.append(f"learning rate {rate}: {line}")
+        expected = [results[name] for name in ("learning_rate", "timesteps", "returns")]
+    else:  # its own tests tell what the grid world prints after the lines
+        expected = [results["q_table"].mean(axis=0)]
+    assert capsys.readouterr().out.splitlines()[: len(lines)] == lines
+    assert drawn.pop(0) == "curve.png" and len(drawn) == len(expected)
+    for ours, theirs in zip(drawn, expected, strict=True):
+        equal(ours, theirs)
+    nans = [np.isnan(results[name]).sum(axis=1) for name in curves]
+    assert "hidden_size" in args or {*np.ravel(nans)} - {0, 9}
+
+
+@each(SCRIPTS)
 @pytest.mark.parametrize(("more", "line"), [("", 1), ("--distributed", 2)])
 def test_ctrl_c_is_an_error_before_the_first_line_and_in_a_job(script, more, line, monkeypatch):
     press_ctrl_c(line, script, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        script.main([*FLAGS[script.__name__].split(), *more.split()])
+        script.main([*script.flags, *more.split()])
 
 
-@each(FLAGS)
+@each(SCRIPTS)
 def test_ctrl_c_keeps_what_the_last_line_shows(script, tmp_path, capsys, monkeypatch):
     """The script, run as a shell would, saves what process 1 of two returns after two lines.
 
     That process neither prints nor writes. Its learning rates are those of three lines.
     """
-    flags = [*FLAGS[script.__name__].split(), "--save", "x.npz"]
+    flags = [*script.flags, "--save", "x.npz"]
     two = script.parse_args(flags)
     two.num_chunks, two.gif = 2, "x.gif"
     with monkeypatch.context() as patch:
@@ -82,13 +118,13 @@ def test_ctrl_c_keeps_what_the_last_line_shows(script, tmp_path, capsys, monkeyp
     assert saved.files == [*complete]
     for name in complete.keys() - NOT_THE_SAME:
         equal(saved[name], complete[name], err_msg=name)
-    assert (tmp_path / "x.png").exists() == hasattr(two, "plot")
+    assert (tmp_path / "curve.png").exists() == hasattr(two, "plot")
 
 
 @each(LEARNERS)
 def test_no_key_is_used_twice(script):
     """JAX checks the keys when it traces a program; nothing has to run."""
-    args = script.parse_args(FLAGS[script.__name__].split())
+    args = script.parse_args(script.flags)
 
     def learn_and_play(seed):
         state = script.init_state(args, seed, 0.01)
@@ -102,9 +138,8 @@ def test_no_key_is_used_twice(script):
 def test_runs_are_spread_over_devices_by_hand(script, monkeypatch):
     """Devices, runs at once on each of them, copies that fill them."""
     grid = script.__name__ == "gridworld_qlearning"
-    assert (script.RUNS_AT_ONCE, getattr(script, "MIN_AT_ONCE", 0)) == (
-        (128, 64) if grid else (16, 0)
-    )
+    constants = script.RUNS_AT_ONCE, getattr(script, "MIN_AT_ONCE", 0)
+    assert constants == ((128, 64) if grid else (16, 0))
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(script, "RUNS_AT_ONCE", 16)
     monkeypatch.setattr(script, "MIN_AT_ONCE", 5, raising=False)
@@ -122,8 +157,7 @@ def test_runs_keep_their_order(script):
     """Each device takes six runs, two at once."""
     devices = min(2, jax.device_count())
     a, b = np.arange(6 * devices), np.arange(6 * devices) ** 2
-    more, less = script.over_runs(lambda a, b: (a + 2 * b, b - a), devices, 2)(a, b)
-    equal([more, less], [a + 2 * b, b - a])
+    equal(script.over_runs(lambda a, b: a + 2 * b, devices, 2)(a, b), a + 2 * b)
 
 
 @each(WITH_CURVES)

@@ -3,7 +3,6 @@
 import contextlib
 import io
 from functools import partial
-from types import SimpleNamespace
 
 import gymnasium
 import gymnax
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_saved, clock
 
 import mountaincar_env as car
 
@@ -77,10 +77,9 @@ def test_episodes_begin_and_end_as_in_gymnax():
         assert space.shape == (2,)
         rest = state.time, reward, terminated, truncated, space.low, space.high, actions
         found.append([start, starts, *rest])
-    for ours, theirs in zip(*found, strict=True):
+    for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-    for ours, theirs in list(zip(*found, strict=True))[2:]:
-        np.testing.assert_array_equal(ours, theirs)
+        assert i < 2 or np.array_equal(ours, theirs)
     for ours in found[0][:2]:  # drawn with other keys than gymnax's; of resets, and in steps
         assert uniform_starts(np.asarray(ours)) and len(np.unique(ours)) > 990
 
@@ -89,14 +88,17 @@ def run(flags, *files):
     return car.main([*flags.split(), *map(str, files)])
 
 
-def test_no_key_is_used_twice():
-    args = car.parse_args("--num-envs 4 --total-timesteps 1 --save x.npz".split())
+def test_no_key_is_used_twice_and_no_step_is_kept_without_save():
+    args = car.parse_args("--num-envs 4 --total-timesteps 1".split())
     args.device_envs = 4
-    start = partial(car.init_state, args)
+
+    def roll(device):
+        return car.rollout(args, car.init_state(args, device))
+
+    assert jax.eval_shape(roll, jnp.array([0]))[2] is None
+    args.save = "x.npz"
     with jax.debug_key_reuse(True):
-        jax.jit(lambda device: car.rollout(args, start(device))).trace(jnp.array([0]))
-    args.save = None  # then no step is kept in memory
-    assert jax.eval_shape(lambda: car.rollout(args, start(jnp.array([0]))))[2] is None
+        jax.jit(roll).trace(jnp.array([0]))
 
 
 @pytest.fixture(scope="module", params=[("random", 200), ("rocking", 120)], ids=str)
@@ -109,16 +111,13 @@ def rollout(request, tmp_path_factory):
     policy, limit = request.param
     path = tmp_path_factory.mktemp("rollout") / "x.npz"
     flags = f"--num-envs 999 --total-timesteps 1050001 --log-interval 450001 --policy {policy}"
-    printed, ticks = io.StringIO(), iter([1, 3.5, *[4 + i**2 / 1024 for i in range(2, 8)]])
+    printed, ticks = io.StringIO(), [4 + i**2 / 1024 for i in range(2, 8)]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(car, "EnvParams", partial(car.EnvParams, max_steps_in_episode=limit))
-        patch.setattr(car, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        patch.setattr(car, "time", clock(1, 3.5, *ticks))
         results = run(flags, "--save", path)
-    saved = dict(np.load(path))
-    assert saved.keys() == results.keys() and not saved["interrupted"]
-    for name, value in results.items():
-        np.testing.assert_array_equal(saved[name], value)
-    return policy, limit, printed.getvalue().splitlines(), saved
+    assert_saved(path, results)
+    return policy, limit, printed.getvalue().splitlines(), results
 
 
 def test_printed_statistics_are_those_of_finished_episodes(rollout):
@@ -128,7 +127,8 @@ def test_printed_statistics_are_those_of_finished_episodes(rollout):
     assert reached.shape == (1200, 999, 2)
     at_goal = (reached[..., 0] >= 0.5) & (reached[..., 1] >= 0)
     np.testing.assert_array_equal(saved["terminated"], at_goal)
-    expected = []
+    device = f"{min(999, jax.device_count())} x {jax.devices()[0].device_kind}"
+    lines, expected = [f"999 x MountainCar-v0 on {device}", "compiled in 2.5 s"], []
     for first, speed in (0, 82), (400, 58), (800, 45):  # M steps/s
         lengths, goals = [], []
         for t in range(first, first + 400):
@@ -139,21 +139,15 @@ def test_printed_statistics_are_those_of_finished_episodes(rollout):
             goals.extend(at_goal[t][done])
             length[done] = 0
         assert (0 < np.mean(goals) < 1) == (policy == "rocking")
-        expected.append([len(goals), np.mean(goals), -np.mean(lengths), speed])
-    names = "episodes", "goals", "returns"
-    np.testing.assert_allclose([saved[name] for name in names], np.transpose(expected)[:3], 1e-6)
-    np.testing.assert_array_equal(saved["timesteps"], [399_600, 799_200, 1_198_800])
-    assert (saved["compile_seconds"], saved["rollout_seconds"]) == (2.5, 27 / 1024)
-    device = f"{min(999, jax.device_count())} x {jax.devices()[0].device_kind}"
-    assert printed == [
-        f"999 x MountainCar-v0 on {device}",
-        "compiled in 2.5 s",
-        *[
-            f"step {steps:,}  episodes {ended:,}  at the goal {goals:.1%}  return {mean:.1f}"
-            f"  {speed} M steps/s"
-            for steps, (ended, goals, mean, speed) in zip(saved["timesteps"], expected, strict=True)
-        ],
-    ]
+        line = {"episodes": len(goals), "goals": np.mean(goals), "returns": -np.mean(lengths)}
+        expected.append({"timesteps": 999 * (first + 400), **line})
+        text = "step {timesteps:,}  episodes {episodes:,}  at the goal {goals:.1%}"
+        text += f"  return {{returns:.1f}}  {speed} M steps/s"
+        lines.append(text.format_map(expected[-1]))
+    for name in expected[0]:
+        np.testing.assert_allclose(saved[name], [line[name] for line in expected], rtol=1e-6)
+    times = saved["compile_seconds"], saved["rollout_seconds"], saved["interrupted"]
+    assert printed == lines and times == (2.5, 27 / 1024, False)
 
 
 def test_saved_arrays_are_one_trajectory_per_environment(rollout):
@@ -173,19 +167,21 @@ def test_saved_arrays_are_one_trajectory_per_environment(rollout):
     assert uniform_starts(starts)
 
 
+def chi_square(counts):
+    return np.sum((counts - counts.mean()) ** 2) / counts.mean()
+
+
 def test_actions_are_what_the_policy_says(rollout):
     """Random ones: equally many, and nothing else is correlated with them.
 
-    That is: other cars, other steps, the first start, and the start that follows an action. Counts
-    are compared by chi-square, with its 99.9 % point.
+    That is: other cars, other steps, the first start, and the start that follows an action.
     """
     policy, _, _, saved = rollout
     action = saved["action"]
     if policy == "rocking":
         np.testing.assert_array_equal(action, np.where(saved["obs"][..., 1] < 0, 0, 2))
         return
-    counts, mean = np.bincount(action.ravel()), action.size / 3
-    assert np.sum((counts - mean) ** 2 / mean) < 13.8
+    assert chi_square(np.bincount(action.ravel())) < 13.8  # 99.9 % point
     assert np.abs(np.corrcoef(action.T) - np.eye(999)).max() < 5.5 / 1200**0.5
     first = saved["obs"][0, :, 0]
     assert np.abs(np.corrcoef(first, action)[0, 1:]).max() < 5.5 / 999**0.5
@@ -194,8 +190,7 @@ def test_actions_are_what_the_policy_says(rollout):
     position, chosen, later = saved["obs"][1:][done][:, 0], action[:-1][done], action[1:][done]
     for other in chosen, later:
         tercile = np.clip((position + 0.6) / 0.2 * 3, 0, 2.9).astype(int)
-        counts = np.histogram2d(other, tercile, bins=3)[0]
-        assert np.sum((counts - len(other) / 9) ** 2) / (len(other) / 9) < 26.1
+        assert chi_square(np.histogram2d(other, tercile, bins=3)[0]) < 26.1  # 99.9 % point
 
 
 def test_one_car_needs_one_device_unless_the_job_has_more(capsys):
@@ -211,15 +206,12 @@ def test_one_car_needs_one_device_unless_the_job_has_more(capsys):
 
 def test_the_seed_decides_everything_and_progress_lines_nothing(tmp_path):
     """Starts and actions of seeds differ. Lines of 1 and of 2 blocks show the same 200 steps."""
-    few = "--num-envs 50 --total-timesteps 1e4"
-    runs = [
-        run(f"{few} --seed {seed} --log-interval {interval}", "--save", tmp_path / "x.npz")
-        for seed, interval in [(0, 5000), (0, 1e4), (1, 1e4)]
-    ]
-    assert [len(results["timesteps"]) for results in runs] == [2, 1, 1]
+    few, file = "--num-envs 50 --total-timesteps 1e4", tmp_path / "x.npz"
+    two_lines = run(f"{few} --log-interval 5000", "--save", file)
+    one, other = run(few, "--save", file), run(f"{few} --seed 1", "--save", file)
+    assert len(two_lines["timesteps"]) == 2 * len(one["timesteps"])
     for name in ("obs", "action", "final_observation", "terminated", "truncated"):
-        np.testing.assert_array_equal(runs[0][name], runs[1][name])
-    one, other = runs[1:]
+        np.testing.assert_array_equal(two_lines[name], one[name])
     assert len(np.intersect1d(one["obs"][0, :, 0], other["obs"][0, :, 0])) < 3
     assert abs(np.mean(one["action"] == other["action"]) - 1 / 3) < 4 * (2 / 9 / 1e4) ** 0.5
 
@@ -232,30 +224,24 @@ class Windy(car.MountainCar):
         state = state.replace(position=jax.random.uniform(key) - 1)
         return self.observe(key, state, action, params), state, *rest
 
-    def observe(self, key, state, action, params):
-        assert isinstance(params, car.EnvParams)
-        return super().observe(key, state, action, params)
-
 
 def test_a_random_environment_differs_between_cars_and_steps(tmp_path, monkeypatch):
-    """Float32 numbers: 10,000 of 2^23 are nearly all different."""
-    assert Windy().reset(KEY)[0].shape == (2,)
+    """Float32 numbers: 10,000 of 2^23 are nearly all different, and correlated with nothing."""
     monkeypatch.setattr(car, "MountainCar", Windy)
     results = run("--num-envs 50 --total-timesteps 1e4", "--save", tmp_path / "x.npz")
     wind = results["final_observation"][..., 0]  # (200, 50)
     assert len(np.unique(wind)) > 9970
+    for other in results["action"], np.roll(wind, 1, axis=0):
+        assert abs(np.corrcoef(wind.ravel(), other.ravel())[0, 1]) < 4 / 100
     start = results["obs"][0, :, 0]
-    assert abs(np.corrcoef(wind.ravel(), results["action"].ravel())[0, 1]) < 4 / 100
-    assert abs(np.corrcoef(wind[:-1].ravel(), wind[1:].ravel())[0, 1]) < 4 / 100
     assert np.abs(np.corrcoef(start, wind)[0, 1:]).max() < 4.5 / 50**0.5
 
 
-def test_save_refuses_more_than_it_can_hold(tmp_path):
+def test_save_refuses_more_than_it_can_hold(tmp_path, monkeypatch):
     """Steps are counted after rounding: 1e8 steps of 999 cars are more than 1e8."""
-    save = f"--save {tmp_path / 'x.npz'}"
-    for taken in ("1000 {}", "999", "1000000 {}"):
-        flags = taken.format(save) + " --total-timesteps 1e8"
-        car.parse_args(f"--num-envs {flags}".split())
-    for refused in ("1000 {} --total-timesteps 100000001", "999 {} --total-timesteps 1e8"):
+    monkeypatch.chdir(tmp_path)
+    car.parse_args("--save x.npz --num-envs 1000 --total-timesteps 1e8".split())
+    for more in ("1000 --total-timesteps 100000001", "999 --total-timesteps 1e8"):
+        car.parse_args(f"--num-envs {more}".split())
         with pytest.raises(SystemExit):
-            car.parse_args(f"--num-envs {refused.format(save)}".split())
+            car.parse_args(f"--save x.npz --num-envs {more}".split())

@@ -1,49 +1,98 @@
-"""Each script as a user runs it: copied alone into an empty folder, a few steps, with its files."""
+"""Each script as a user runs it: a few steps in an empty folder, Ctrl-C, a job of two processes."""
 
 import json
+import os
 import re
 import shutil
-import subprocess
+import signal
+import socket
 import sys
+from subprocess import PIPE, Popen
 
 import numpy as np
 import pytest
-from conftest import ROOT, SCRIPTS, TRIO, USER_ENV
+from conftest import FLAGS, ROOT, SCRIPTS, USER_ENV
 
-SWEEP = "--num-seeds 2 --learning-rate 0.1 0.2 --plot curve.png"  # four runs
-TD = f"{SWEEP} --total-timesteps 1430 --log-interval 480 --num-centers 50 --eval-episodes 5"
-REPLAY = f"{TD} --buffer-size 64 --learning-starts 32"
-FLAGS = dict.fromkeys(TRIO, REPLAY) | {
-    "parallel_td.py": TD,
-    "gridworld_qlearning.py": f"{SWEEP} --total-timesteps 3000 --log-interval 1000 --grid-size 3 4",
-    "mountaincar_env.py": "--num-envs 8 --total-timesteps 4800 --log-interval 1600",
-    "reinforce_parallel.py": f"{SWEEP} --num-iterations 3 --log-interval 1 --hidden-size 3"
-    " --eval-episodes 5 --gif episode.gif",
-}
+
+def begin(folder, script, flags, **env):
+    """Start a copy of a script, its output in pipes."""
+    shutil.copy(ROOT / script, folder)
+    env = USER_ENV | {name: str(value) for name, value in env.items()}
+    command = [sys.executable, script, *flags.split()]
+    return Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=PIPE, text=True)
 
 
 def run(folder, script):
-    """Copy a script into an empty folder and run it there. Return the folder and the process."""
-    shutil.copy(ROOT / script, folder)
-    command = [sys.executable, script, *FLAGS[script].split(), "--save", "run.npz"]
-    pipes = {"capture_output": True, "text": True}
-    return folder, subprocess.run(command, cwd=folder, env=USER_ENV, **pipes)
+    flags = f"{FLAGS[script]} --save run.npz"
+    if script == "reinforce_parallel.py":
+        flags += " --gif episode.gif --seed 3"  # whose episode is short
+    process = begin(folder, script, flags)
+    return folder, script, *process.communicate(), process.returncode
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_runs_alone_in_an_empty_folder(script, smoke_runs):
-    folder, process = smoke_runs[script].result()
-    assert (process.returncode, process.stderr) == (0, "")
-    devices, compiled, *lines = process.stdout.splitlines()
-    assert re.search(r" on \d+ x ", devices)
-    assert re.fullmatch(r"compiled in [\d.]+ s", compiled)
-    assert sum(line.endswith(" steps/s") for line in lines) == 3
-    rates = sum(line.startswith("learning rate ") for line in lines)
-    assert rates == (0 if script == "mountaincar_env.py" else 2)
-    pictures = {word for word in FLAGS[script].split() if word.endswith((".png", ".gif"))}
-    assert {path.name for path in folder.iterdir()} == {script, "run.npz", *pictures}
-    assert all((folder / picture).stat().st_size > 5000 for picture in pictures)
+@pytest.mark.parametrize("ended", [(run, script) for script in SCRIPTS], indirect=True, ids=SCRIPTS)
+def test_runs_alone_in_an_empty_folder(ended):
+    folder, script, out, errors, exit_code = ended
+    assert (exit_code, errors) == (0, "")
+    devices, compiled, *lines = out.splitlines()
+    assert re.search(r" on \d+ x ", devices) and re.fullmatch(r"compiled in [\d.]+ s", compiled)
     saved = dict(np.load(folder / "run.npz", allow_pickle=False))
-    assert all(np.isfinite(array).all() for array in saved.values() if array.dtype.kind == "f")
-    assert json.loads(str(saved["args"]))["save"] == "run.npz"
-    assert saved["obs" if script == "mountaincar_env.py" else "seed"].any()
+    assert sum(line.endswith(" steps/s") for line in lines) == len(saved["timesteps"]) == 3
+    for name in ("weights", "q_table", "w0", "obs"):
+        assert np.isfinite(saved.get(name, 0)).all() and np.any(saved.get(name, 1))
+    args = json.loads(str(saved["args"]))
+    files = {args[name] for name in ("save", "plot", "gif") if name in args}
+    assert {path.name for path in folder.iterdir()} == {script, *files}
+    assert all((folder / name).stat().st_size > 2000 for name in files)
+
+
+def press_ctrl_c(folder, script):
+    """After the first progress line."""
+    flags = "--log-interval 1e5 --total-timesteps 1e9 --save run.npz"
+    process = begin(folder, script, flags)
+    next(line for line in process.stdout if line.startswith("step"))
+    process.send_signal(signal.SIGINT)
+    return *process.communicate(), process.returncode, np.load(folder / "run.npz")
+
+
+@pytest.mark.parametrize("ended", [(press_ctrl_c, SCRIPTS[3])], indirect=True, ids=SCRIPTS[3:4])
+def test_ctrl_c_ends_with_a_report(ended):
+    """A progress line comes through the pipe at once; the signal follows it."""
+    out, errors, exit_code, saved = ended
+    assert (exit_code, errors) == (130, "")
+    lines = 1 + sum(line.startswith("step") for line in out.splitlines())
+    assert lines <= len(saved["timesteps"]) <= lines + 1  # Ctrl-C may come before the print
+    assert saved["interrupted"] and saved["q_table"].any() and "\ninterrupted: " in f"\n{out}"
+
+
+def slurm_job(folder, script, devices, flags):
+    """Two tasks with two devices each; beside them one process with more or fewer devices."""
+    job = os.getpid()
+    while socket.socket().connect_ex(("127.0.0.1", 61440 + job % 4096)) == 0:
+        job += 1  # jax takes the port from the number of the job
+    slurm = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": 2}
+    processes = [begin(folder, script, f"{flags} --save one.npz", JAX_NUM_CPU_DEVICES=devices)]
+    for task in range(2):
+        slurm |= {"JAX_NUM_CPU_DEVICES": 2, "SLURM_PROCID": task, "SLURM_LOCALID": task}
+        processes.append(begin(folder, script, f"{flags} --distributed --save job.npz", **slurm))
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in processes]
+    return folder, f" on {devices} x ", ended
+
+
+JOBS = [
+    (slurm_job, "gridworld_qlearning.py", 1, "--num-seeds 7 --total-timesteps 2000"),
+    (slurm_job, "mountaincar_env.py", 6, "--num-envs 8 --total-timesteps 1600 --log-interval 800"),
+]
+
+
+@pytest.mark.parametrize("ended", JOBS, indirect=True, ids=SCRIPTS[3:5])
+def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(ended):
+    """Seven runs, or eight cars, do not divide evenly: copies fill the devices, and are cut."""
+    folder, on_devices, processes = ended
+    out, errors, exit_codes = zip(*processes, strict=True)
+    assert (exit_codes, errors) == ((0, 0, 0), ("", "", ""))
+    assert on_devices in out[0] and " on 4 x " in out[1] and " on " not in out[2]
+    one, job = dict(np.load(folder / "one.npz")), dict(np.load(folder / "job.npz"))
+    assert one.keys() == job.keys()
+    for name in one.keys() - {"args", "compile_seconds", "train_seconds", "rollout_seconds"}:
+        np.testing.assert_array_equal(job[name], one[name], err_msg=name)
