@@ -26,14 +26,14 @@ def run(flags, *files):
 def test_one_update_into_the_goal_by_hand():
     """The goal's own values and the start's do not count. The goal is cell 0, the start cell 5."""
     args = grid.parse_args("--grid-size 2 3 --gamma 0.5".split())
-    before = grid.init_state(args, 0, 0.1)
+    first = grid.init_state(args, 0, 0.1)
     q_table = np.full((6, 4), 9.0, np.float32)
     q_table[1] = [1.0, 0.0, 2.0, 1.0]
-    before = before._replace(q_table=jnp.array(q_table), cell=jnp.array(1))
+    before = first._replace(q_table=jnp.array(q_table), cell=jnp.array(1))
     after, _ = grid.train_step(args, before, (False, 0))
     q_table[1, LEFT] = 2.0 + 0.1 * (1.0 - 2.0)
     np.testing.assert_allclose(after.q_table, q_table, rtol=1e-6)
-    assert (after.cell, after.episodes) == (5, 1)
+    assert (first.cell, after.cell, after.episodes) == (5, 5, 1)
 
 
 def test_greedy_steps_by_hand():
