@@ -18,14 +18,13 @@ SCRIPTS = [*TRIO, "gridworld_qlearning.py", "mountaincar_env.py", "reinforce_par
 USER_ENV = dict(os.environ)  # copied before an imported script adds its settings
 
 # Three progress lines; nine runs, or three cars, on two devices: one copy is to be cut off.
-SWEEP = "--num-seeds 3 --learning-rate 0.3 0.1 0.2 --plot curve.png"
-TD = f"{SWEEP} --num-envs 4 --num-centers 5 --eval-episodes 2 --total-timesteps 72"
-TD += " --log-interval 24"
+NINE = "--num-seeds 3 --learning-rate 0.3 0.1 0.2 --plot curve.png"
+TD = f"{NINE} --num-envs 4 --num-centers 5 --eval-episodes 2 --total-timesteps 72 --log-interval 24"
 FLAGS = dict.fromkeys(TRIO, f"{TD} --learning-starts 20 --buffer-size 50") | {
     "parallel_td.py": TD,
-    "gridworld_qlearning.py": f"{SWEEP} --total-timesteps 3e3 --log-interval 1e3 --grid-size 10 20",
+    "gridworld_qlearning.py": f"{NINE} --total-timesteps 3e3 --log-interval 1e3 --grid-size 10 20",
     "mountaincar_env.py": "--num-envs 3 --total-timesteps 900 --log-interval 300",
-    "reinforce_parallel.py": f"{SWEEP} --num-envs 2 --hidden-size 3 --eval-episodes 2"
+    "reinforce_parallel.py": f"{NINE} --num-envs 2 --hidden-size 3 --eval-episodes 2"
     " --num-iterations 5 --log-interval 2",
 }
 
@@ -66,14 +65,6 @@ def ended(request, background):
 def clock(*seconds):
     """Replace the module `time`: its clock shows these seconds, one after the other."""
     return SimpleNamespace(perf_counter=iter(seconds).__next__)
-
-
-def assert_saved(path, results):
-    """The file holds what main returned."""
-    saved = np.load(path, allow_pickle=False)
-    assert saved.files == [*results]
-    for name, value in results.items():
-        np.testing.assert_array_equal(saved[name], value, err_msg=name)
 
 
 def adam(param, moments, grad, count, learning_rate):

@@ -75,5 +75,4 @@ def test_values_are_taken_or_refused_by_name(script, capsys, tmp_path, monkeypat
 def test_help_shows_the_defaults(script, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(script[:-3]).parse_args(["--help"])
-    words = capsys.readouterr().out.split()
-    assert words.count("(default:") == len(flags(script))
+    assert capsys.readouterr().out.split().count("(default:") == len(flags(script))

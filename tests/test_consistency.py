@@ -43,8 +43,7 @@ FLAGS_DIFFER = {
     "--epsilon default": "the grid world has its own",
     "--gamma default": "the grid world has its own",
     "--learning-rate default": "one value for each algorithm",
-    "--log-interval default type": "environment steps, iterations, steps of all cars; the random"
-    " numbers of a line of a TD script are held at once",
+    "--log-interval default type": "units differ; a TD script holds the random numbers of a line",
     "--num-envs default type": "REINFORCE's baseline needs two episodes; cars are cheap",
     "--total-timesteps default type": "the mountain car counts the steps of all cars",
 }

@@ -54,7 +54,6 @@ def test_epsilon_by_hand(td):
     for decay, steps, by_hand in [
         (0.999, [0, 1, 1000, 4602, 4603, 10**6], [1, 0.999, 0.36769542, 0.01000868, 0.01, 0.01]),
         (1e-6, [0, 1, 10**9], [1, 0.01, 0.01]),
-        (1, [0, 1, 10**9], [1, 1, 1]),
         (0.99999999, [0, 10**8], [1, 0.36787944]),  # float32 would round the decay to 1
     ]:
         args = td.parse_args(["--end-e", "0.01", "--epsilon-decay", str(decay)])
@@ -104,6 +103,24 @@ def test_loss_and_semi_gradient_by_hand(td, env_id):
     expected = {"updates": 1, "td_error": np.mean(np.abs(errors)), "q_value": np.mean(taken)}
     close([metrics.pop(name) for name in expected], [*expected.values()], rtol=1e-4)
     assert not metrics and td.OBS_SCALE == SCALE
+    drawn = td.draw(args, jax.random.key(0))[2]  # the random actions
+    assert {*np.ravel(drawn)} == {*range(num_actions)}
+
+
+@pytest.mark.parametrize("td", [REPLAY, DECAY], indirect=True)
+def test_learning_starts_when_enough_is_written(td):
+    """In the fifth vector step of four environments for 17 and for 20, in the fourth for 16."""
+    args = td.parse_args("--num-envs 4 --total-timesteps 20 --learning-starts 20".split())
+    state = td.init_state(args, 0, 0.1)
+
+    def learn(starts):
+        args.learning_starts = starts
+        return td.train_chunk(args, state)[0].weights
+
+    learn = jax.jit(jax.vmap(learn), compiler_options=td.COMPILER_OPTIONS)
+    by_16, by_17, by_20, by_21 = learn(jnp.array([16, 17, 20, 21]))
+    equal(by_17, by_20)
+    assert by_20.any() and not by_21.any() and (by_16 != by_20).any()
 
 
 class Moon(gymnax.environments.CartPole):
@@ -122,7 +139,7 @@ PARAMS = MOON.default_params.replace(gravity=5.0, max_steps_in_episode=LIMIT)
 
 @cache
 def vectorized(method):
-    """reset or step of many environments."""
+    """Compile reset or step for many environments."""
     return jax.jit(jax.vmap(partial(getattr(MOON, method), params=PARAMS)))
 
 
@@ -155,8 +172,8 @@ class Replay:
     def step(self, keys, uniform, random_action, sums):
         """Step all environments. Return (obs, action, reward, next_obs, terminated) of each."""
         action = np.where(uniform < self.epsilon(), random_action, self.greedy(self.obs))
-        obs, step = self.obs, vectorized("step")
-        self.obs, self.env_state, *rest = step(keys, self.env_state, action)
+        stepped = vectorized("step")(keys, self.env_state, action)
+        obs, (self.obs, self.env_state, *rest) = self.obs, stepped
         reward, terminated, truncated, info = rest
         self.vector_steps += 1
         self.total = self.total + np.array(reward)
