@@ -135,8 +135,10 @@ def test_no_key_is_used_twice(script):
 def test_runs_are_spread_over_devices_by_hand(script, monkeypatch):
     """Devices, runs at once on each of them, copies that fill them."""
     grid = script.__name__ == "gridworld_qlearning"
-    constants = script.RUNS_AT_ONCE, getattr(script, "MIN_AT_ONCE", 0)
-    assert constants == ((128, 64) if grid else (16, 0))
+    for backend, expected in ("cpu", (128, 64) if grid else (16, 0)), ("gpu", (10**6, 0)):
+        monkeypatch.setattr(jax, "default_backend", lambda name=backend: name)
+        constants = runpy.run_path(script.__file__)
+        assert (constants["RUNS_AT_ONCE"], constants.get("MIN_AT_ONCE", 0)) == expected
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     monkeypatch.setattr(script, "RUNS_AT_ONCE", 16)
     monkeypatch.setattr(script, "MIN_AT_ONCE", 5, raising=False)
@@ -144,7 +146,6 @@ def test_runs_are_spread_over_devices_by_hand(script, monkeypatch):
     assert script.spread(3, True) == (4, 1, 1)
     assert script.spread(14, False) == (4, 1 if grid else 4, 2)  # less than MIN_AT_ONCE: 1
     assert script.spread(18, False) == (4, 5, 2)
-    assert script.spread(64, False) == (4, 16, 0)
     assert script.spread(65, False) == (4, 9, 7)  # 17 on a device: two batches of 9
     assert script.spread(400, True) == (4, 15, 20)  # 100 on a device: seven batches of 15
 

@@ -63,9 +63,9 @@ def numpy_gradient(gamma, params, obs, action, reward, mask):
 def first_params(key, inputs, outputs):
     """Normal numbers, so scaled that the outputs are near 0; the key that is left."""
     key, key_hidden, key_output = jax.random.split(key, 3)
-    params = {"w0": np.array(jax.random.normal(key_hidden, (inputs, 64))) / inputs**0.5}
-    params |= {"b0": np.zeros(64), "b1": np.zeros(outputs)}
-    return params | {"w1": np.array(jax.random.normal(key_output, (64, outputs))) / 100}, key
+    w0 = np.array(jax.random.normal(key_hidden, (inputs, 64))) / inputs**0.5
+    w1 = np.array(jax.random.normal(key_output, (64, outputs))) / 100
+    return {"w0": w0, "b0": np.zeros(64), "w1": w1, "b1": np.zeros(outputs)}, key
 
 
 def test_initial_parameters_of_continuous_actions():
