@@ -4,6 +4,7 @@ import importlib
 import json
 import runpy
 import sys
+from functools import partial
 from unittest.mock import DEFAULT, Mock
 
 import jax
@@ -150,12 +151,16 @@ def test_runs_are_spread_over_devices_by_hand(script, monkeypatch):
     assert script.spread(400, True) == (4, 15, 20)  # 100 on a device: seven batches of 15
 
 
-@each(LEARNERS)
-def test_runs_keep_their_order(script):
-    """Each device takes six runs, two at once."""
-    devices = min(2, jax.device_count())
+@each(SCRIPTS)
+def test_runs_keep_their_order_and_options_reach_the_compiler(script, monkeypatch):
+    """Each device takes six runs, two at once; or six cars."""
+    monkeypatch.setattr(jax, "jit", jit := Mock(wraps=jax.jit))
+    devices, car = min(2, jax.device_count()), script.__name__ == "mountaincar_env"
     a, b = np.arange(6 * devices), np.arange(6 * devices) ** 2
-    equal(script.over_runs(lambda a, b: a + 2 * b, devices, 2)(a, b), a + 2 * b)
+    over = script.over_devices if car else partial(script.over_runs, at_once=2)
+    equal(over(lambda a, b: a + 2 * b, num_devices=devices)(a, b), a + 2 * b)
+    options = getattr(script, "COMPILER_OPTIONS", {"xla_cpu_prefer_vector_width": 512})
+    assert jit.call_args.kwargs == {"compiler_options": options}
 
 
 @each(WITH_CURVES)

@@ -216,25 +216,20 @@ def test_the_seed_decides_everything_and_progress_lines_nothing(tmp_path):
     assert abs(np.mean(one["action"] == other["action"]) - 1 / 3) < 4 * (2 / 9 / 1e4) ** 0.5
 
 
-class Windy(car.MountainCar):
-    """A car that is blown to a random place in each step."""
-
-    def step_env(self, key, state, action, params):
-        _, state, *rest = super().step_env(key, state, action, params)
-        state = state.replace(position=jax.random.uniform(key) - 1)
-        return self.observe(key, state, action, params), state, *rest
+class Noisy(car.MountainCar):
+    def observe(self, key, state, action, params):
+        return jnp.stack([jax.random.uniform(key), params.max_speed])
 
 
 def test_a_random_environment_differs_between_cars_and_steps(tmp_path, monkeypatch):
     """Float32 numbers: 10,000 of 2^23 are nearly all different, and correlated with nothing."""
-    monkeypatch.setattr(car, "MountainCar", Windy)
+    monkeypatch.setattr(car, "MountainCar", Noisy)
     results = run("--num-envs 50 --total-timesteps 1e4", "--save", tmp_path / "x.npz")
-    wind = results["final_observation"][..., 0]  # (200, 50)
-    assert len(np.unique(wind)) > 9970
-    for other in results["action"], np.roll(wind, 1, axis=0):
-        assert abs(np.corrcoef(wind.ravel(), other.ravel())[0, 1]) < 4 / 100
-    start = results["obs"][0, :, 0]
-    assert np.abs(np.corrcoef(start, wind)[0, 1:]).max() < 4.5 / 50**0.5
+    noise, max_speed = np.moveaxis(results["final_observation"], 2, 0)  # (200, 50)
+    assert len(np.unique(noise)) > 9970 and np.all(max_speed == np.float32(0.07))
+    for other in results["action"], np.roll(noise, 1, axis=0), np.roll(noise, 1, axis=1):
+        assert abs(np.corrcoef(noise.ravel(), other.ravel())[0, 1]) < 4 / 100
+    np.testing.assert_array_equal(results["obs"][..., 1], max_speed)
 
 
 def test_save_refuses_more_than_it_can_hold(tmp_path, monkeypatch):
