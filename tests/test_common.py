@@ -52,6 +52,7 @@ def test_what_is_printed_drawn_and_saved_is_what_happened(script, capsys, monkey
     """Three learning rates, three seeds, three lines. In some lines, no episode of a run ended."""
     drawn, rates = [], [0.3, 0.1, 0.2]
     monkeypatch.setattr(script, "plot", lambda *call: drawn.extend(call))
+    monkeypatch.setattr(script, "animate", None, raising=False)  # without --gif, it is not called
     monkeypatch.setattr(script, "time", clock(10, 13.25, 20, 21, 30, 32, 40, 44))
     results = script.main([*script.flags, "--seed", "9", "--save", "x.npz"])
     np.testing.assert_equal(dict(np.load("x.npz")), results)
@@ -66,7 +67,7 @@ def test_what_is_printed_drawn_and_saved_is_what_happened(script, capsys, monkey
     for line, seconds in enumerate([1, 3, 7]):
         steps = np.mean(results["timesteps"][line])  # REINFORCE's runs differ in their steps
         shown = {name: np.nanmean(results[name][line]) for name in curves}
-        shown |= {"iteration": 2 * line + 2, "steps": steps, "speed": 9 * steps / seconds}
+        shown |= {"iteration": 4 * line + 4, "steps": steps, "speed": 9 * steps / seconds}
         lines.append((LINE[script.__name__] + "  {speed:,.0f} steps/s").format_map(shown))
     if "greedy_return" in results:
         means = results["greedy_return"].mean(axis=1).reshape(3, 3)

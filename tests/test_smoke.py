@@ -14,7 +14,6 @@ from conftest import FLAGS, ROOT, SCRIPTS, USER_ENV
 
 
 def begin(folder, script, flags, **env):
-    """Start a copy of a script, its output in pipes."""
     shutil.copy(ROOT / script, folder)
     env = USER_ENV | {name: str(value) for name, value in env.items()}
     command = [sys.executable, script, *flags.split()]
@@ -46,7 +45,6 @@ def test_runs_alone_in_an_empty_folder(ended):
 
 
 def press_ctrl_c(folder, script):
-    """After the first progress line."""
     flags = "--log-interval 1e5 --total-timesteps 1e9 --save run.npz"
     process = begin(folder, script, flags)
     next(line for line in process.stdout if line.startswith("step"))

@@ -139,7 +139,6 @@ PARAMS = MOON.default_params.replace(gravity=5.0, max_steps_in_episode=LIMIT)
 
 @cache
 def vectorized(method):
-    """Compile reset or step for many environments."""
     return jax.jit(jax.vmap(partial(getattr(MOON, method), params=PARAMS)))
 
 
@@ -249,7 +248,7 @@ class Replay:
 
 
 MAIN = """--num-envs 4 --batch-size 10 --num-centers 10 --sigma 0.7 --gamma 0.9 --eval-episodes 6
-    --total-timesteps 132 --log-interval 28 --seed 9 --num-seeds 2 --learning-rate 0.3 0.002"""
+    --total-timesteps 132 --log-interval 26 --seed 9 --num-seeds 2 --learning-rate 0.3 0.002"""
 RING = " --buffer-size 25 --learning-starts 20 --tau 0.25"
 OWN = {
     PARALLEL: " --epsilon 0.5",
