@@ -45,11 +45,11 @@ def test_runs_alone_in_an_empty_folder(ended):
 
 
 def press_ctrl_c(folder, script):
-    flags = "--log-interval 1e5 --total-timesteps 1e9 --save run.npz"
-    process = begin(folder, script, flags)
+    process = begin(folder, script, "--log-interval 1e5 --total-timesteps 1e9 --save run.npz")
     next(line for line in process.stdout if line.startswith("step"))
     process.send_signal(signal.SIGINT)
-    return *process.communicate(), process.returncode, np.load(folder / "run.npz")
+    out, errors = process.stdout.read(), process.stderr.read()
+    return out, errors, process.wait(), np.load(folder / "run.npz")
 
 
 @pytest.mark.parametrize("ended", [(press_ctrl_c, SCRIPTS[3])], indirect=True, ids=SCRIPTS[3:4])
