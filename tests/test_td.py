@@ -133,7 +133,7 @@ class Moon(gymnax.environments.CartPole):
 
 
 MOON, LIMIT = Moon(), 12
-FIRST_WEIGHTS = np.random.default_rng(0).normal(size=(10, 2)).astype(np.float32)
+FIRST_WEIGHTS = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
 PARAMS = MOON.default_params.replace(gravity=5.0, max_steps_in_episode=LIMIT)
 
 
@@ -247,7 +247,7 @@ class Replay:
         return lengths
 
 
-MAIN = """--num-envs 4 --batch-size 10 --num-centers 10 --sigma 0.7 --gamma 0.9 --eval-episodes 6
+MAIN = """--num-envs 4 --batch-size 10 --num-centers 9 --sigma 0.7 --gamma 0.8 --eval-episodes 6
     --total-timesteps 132 --log-interval 26 --seed 9 --num-seeds 2 --learning-rate 0.3 0.002"""
 RING = " --buffer-size 25 --learning-starts 20 --tau 0.25"
 OWN = {
