@@ -37,12 +37,12 @@ def test_one_update_into_the_goal_by_hand():
 
 
 def test_greedy_steps_by_hand():
-    """On a 2 x 3 grid: the longest path through all cells, a circle, and ties."""
-    args = grid.parse_args("--grid-size 2 3".split())
-    longest = dict(zip([5, 2, 1, 4, 3], [UP, LEFT, DOWN, LEFT, UP], strict=True))
-    circle = {5: LEFT, 4: UP, 1: RIGHT, 2: DOWN}
-    for path, steps in (longest, 5), ({5: LEFT, 4: LEFT, 3: UP}, 3), (circle, np.inf), ({}, np.inf):
-        q_table = np.zeros((6, 4))
+    """On a 3 x 3 grid: the longest path through all cells, a circle, and ties."""
+    args = grid.parse_args("--grid-size 3 3".split())
+    longest = {8: LEFT, 7: LEFT, 6: UP, 3: RIGHT, 4: RIGHT, 5: UP, 2: LEFT, 1: LEFT}
+    short, circle = {8: UP, 5: UP, 2: LEFT, 1: LEFT}, {8: LEFT, 7: UP, 4: RIGHT, 5: DOWN}
+    for path, steps in (longest, 8), (short, 4), (circle, np.inf), ({}, np.inf):
+        q_table = np.zeros((9, 4))
         for cell, action in path.items():
             q_table[cell, action] = 1.0
         state = grid.init_state(args, 0, 0.1)._replace(q_table=jnp.array(q_table))

@@ -37,11 +37,7 @@ def test_sizes_by_hand(td):
         ("--total-timesteps 1000 --log-interval 300", *[(4, 16, 256)] * 2),  # not 63 updates
         ("--total-timesteps 1000 --log-interval 15", *[(63, 1, 16)] * 2),
         ("--total-timesteps 1000 --log-interval 2000", *[(1, 63, 1008)] * 2),
-        (
-            "--num-envs 3 --batch-size 10 --log-interval 40000",
-            (5, 3334, 40_008),
-            (5, 13_334, 40_002),
-        ),
+        ("--num-envs 3 --batch-size 10 --log-interval 4e4", (5, 3334, 40008), (5, 13334, 40002)),
     ]:
         args = td.parse_args(flags.split())
         sizes = args.num_chunks, args.chunk_updates, args.chunk_timesteps
@@ -132,7 +128,7 @@ class Moon(gymnax.environments.CartPole):
         return self.get_obs(state), state
 
 
-MOON, LIMIT = Moon(), 12
+MOON, LIMIT, MOON_SCALE = Moon(), 12, [2.0, 3.5, 0.25, 2.5]
 FIRST_WEIGHTS = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
 PARAMS = MOON.default_params.replace(gravity=5.0, max_steps_in_episode=LIMIT)
 
@@ -159,7 +155,7 @@ class Replay:
         self.ring, self.vector_steps, self.ends = {}, 0, set()
 
     def greedy(self, obs):
-        phi = [features(SCALE["CartPole-v1"], self.args.sigma, self.centers, one) for one in obs]
+        phi = [features(MOON_SCALE, self.args.sigma, self.centers, one) for one in obs]
         return np.argmax(phi @ self.weights, axis=1)
 
     def epsilon(self):
@@ -272,9 +268,11 @@ def test_learning_is_that_of_an_independent_replay(td, monkeypatch):
         """Change the weights: after one step of Adam from 0, all actions have the same value."""
         return init_state(*call)._replace(weights=jnp.array(FIRST_WEIGHTS))
 
+    for scales in SCALE, td.OBS_SCALE:
+        monkeypatch.setitem(scales, "Moon", MOON_SCALE)
     monkeypatch.setattr(td, "make", lambda _: (MOON, PARAMS))
     monkeypatch.setattr(td, "init_state", not_zero)
-    flags = [*MAIN.split(), *OWN[td.__name__].split()]
+    flags = ["--env-id", "Moon", *MAIN.split(), *OWN[td.__name__].split()]
     results, args = td.main(flags), td.parse_args(flags)
     num_lines, line_steps = (4, 36) if td.__name__ == PARALLEL else (5, 28)  # rounded up
     equal(results["timesteps"], line_steps * np.arange(1, num_lines + 1))
@@ -287,7 +285,7 @@ def test_learning_is_that_of_an_independent_replay(td, monkeypatch):
         equal(results["greedy_return"][i], replay.evaluate())
         ends |= replay.ends
     assert ends >= {(True, False), (False, True)}  # terminated, truncated
-    assert results["obs_scale"] == SCALE["CartPole-v1"] and results["sigma"] == 0.7
+    assert results["obs_scale"] == MOON_SCALE and results["sigma"] == 0.7
 
 
 def test_learns(td, capsys):
