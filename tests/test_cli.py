@@ -29,7 +29,7 @@ VALUES = {
     "--grid-size": (["8 12", "20 30"], ["8", "x 8", "nan 8", "-8 12", "0 12", "8 12.5", "8 12 1"]),
     "--learning-rate": (["0.1", "0.1 0.2 0.3"], [*FRACTION[1], "0.1 x", "0.1 nan 0.2", "0.1 1e-1"]),
     "--learning-starts": (["1", "2e5"], [*COUNT[1], "200001"]),
-    "--log-interval": (["1", "1e6"], COUNT[1]),
+    "--log-interval": (["1", "1e6"], [*COUNT[1], "2e9"]),
     "--num-envs": (["16", "32"], [*COUNT[1], "1e9"]),
     "--policy": (["random", "rocking"], ["nonsense", "0"]),
     "--seed": (["0", "2e9"], [*NOT_A_NUMBER, "-1", "0.5", "1e10"]),

@@ -101,7 +101,7 @@ def test_no_key_is_used_twice_and_no_step_is_kept_without_save():
         jax.jit(roll).trace(jnp.array([0]))
 
 
-@pytest.fixture(scope="module", params=[("random", 200), ("rocking", 120)], ids=str)
+@pytest.fixture(scope="module", params=[("random", 200), ("rocking", 115)], ids=str)
 def rollout(request, tmp_path_factory):
     """Policy, time limit, printed lines and saved arrays of 1,200 steps of 999 cars.
 

@@ -239,6 +239,8 @@ def test_learning_is_that_of_an_independent_replay(monkeypatch):
     flags += " --learning-rate 0.02 0.05 --num-seeds 2 --sync truncation --gif x.gif"
     results = rp.main(flags.split())
     assert results["timesteps"].dtype == np.int64
+    with pytest.raises(SystemExit):  # the mean of the others needs one
+        rp.parse_args(["--num-envs", "1"])
     for i, (rate, seed) in enumerate(itertools.product([0.02, 0.05], [7, 8])):
         returns, steps, params, key = replay(seed, rate)
         means = np.mean(returns[:2]), np.mean(returns[2:])

@@ -47,13 +47,13 @@ def test_sizes_by_hand(td):
 
 @pytest.mark.parametrize("td", [DECAY], indirect=True)
 def test_epsilon_by_hand(td):
-    for decay, steps, by_hand in [
-        (0.999, [0, 1, 1000, 4602, 4603, 10**6], [1, 0.999, 0.36769542, 0.01000868, 0.01, 0.01]),
-        (1e-6, [0, 1, 10**9], [1, 0.01, 0.01]),
-        (0.99999999, [0, 10**8], [1, 0.36787944]),  # float32 would round the decay to 1
+    for start, decay, steps, by_hand in [
+        (1, 0.999, [0, 1, 1000, 4602, 4603, 10**6], [1, 0.999, 0.36769542, 0.01000868, 0.01, 0.01]),
+        (0.001, 0.5, [0, 1, 10**9], [0.01, 0.01, 0.01]),
+        (1, 0.99999999, [0, 10**8], [1, 0.36787944]),  # float32 would round the decay to 1
     ]:
-        args = td.parse_args(["--end-e", "0.01", "--epsilon-decay", str(decay)])
-        close(td.epsilon(args, jnp.array(steps)), by_hand, rtol=1e-4)
+        args = f"--start-e {start} --end-e 0.01 --epsilon-decay {decay}".split()
+        close(td.epsilon(td.parse_args(args), jnp.array(steps)), by_hand, rtol=1e-4)
 
 
 def features(scale, sigma, centers, obs):
@@ -105,8 +105,9 @@ def test_loss_and_semi_gradient_by_hand(td, env_id):
 
 @pytest.mark.parametrize("td", [REPLAY, DECAY], indirect=True)
 def test_learning_starts_when_enough_is_written(td):
-    """In the fifth vector step of four environments for 17 and for 20, in the fourth for 16."""
-    args = td.parse_args("--num-envs 4 --total-timesteps 20 --learning-starts 20".split())
+    """In vector step 5 of four environments for 17 and 20, in step 4 for 16; the ring is small."""
+    flags = "--num-envs 4 --total-timesteps 20 --learning-starts 20 --buffer-size 10"
+    args = td.parse_args(flags.split())
     state = td.init_state(args, 0, 0.1)
 
     def learn(starts):
