@@ -17,15 +17,16 @@ TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 SCRIPTS = [*TRIO, "gridworld_qlearning.py", "mountaincar_env.py", "reinforce_parallel.py"]
 USER_ENV = dict(os.environ)  # copied before an imported script adds its settings
 
-# Three progress lines; nine runs, or three cars, on two devices: one copy is to be cut off.
+# Three progress lines; 15 runs, or three cars, on two devices: one copy is to be cut off.
 # Numbers differ where they can: what is confused with another one shows.
-NINE = "--num-seeds 3 --learning-rate 0.3 0.1 0.2 --plot curve.png"
-TD = f"{NINE} --num-envs 4 --num-centers 5 --eval-episodes 6 --total-timesteps 70 --log-interval 22"
+RUNS = "--num-seeds 5 --learning-rate 0.3 0.1 0.2 --plot curve.png"
+TD = f"{RUNS} --num-envs 4 --num-centers 7 --eval-episodes 6 --total-timesteps 70 --log-interval 22"
 FLAGS = dict.fromkeys(TRIO, f"{TD} --learning-starts 20 --buffer-size 50") | {
     "parallel_td.py": TD,
-    "gridworld_qlearning.py": f"{NINE} --total-timesteps 2600 --log-interval 900 --grid-size 10 20",
+    "gridworld_qlearning.py": f"{RUNS} --total-timesteps 8600 --log-interval 2900"
+    " --grid-size 20 25",
     "mountaincar_env.py": "--num-envs 3 --total-timesteps 700 --log-interval 250",
-    "reinforce_parallel.py": f"{NINE} --num-envs 2 --hidden-size 6 --eval-episodes 5"
+    "reinforce_parallel.py": f"{RUNS} --num-envs 2 --hidden-size 6 --eval-episodes 8"
     " --num-iterations 11 --log-interval 4",
 }
 

@@ -49,7 +49,7 @@ def press_ctrl_c(line, module, patch):
 @each(LEARNERS)
 @pytest.mark.filterwarnings("ignore:Mean of empty slice")
 def test_what_is_printed_drawn_and_saved_is_what_happened(script, capsys, monkeypatch):
-    """Three learning rates, three seeds, three lines. In some lines, no episode of a run ended."""
+    """Three learning rates, five seeds, three lines. In some lines, no episode of a run ended."""
     drawn, rates = [], [0.3, 0.1, 0.2]
     monkeypatch.setattr(script, "plot", lambda *call: drawn.extend(call))
     monkeypatch.setattr(script, "animate", None, raising=False)  # without --gif, it is not called
@@ -59,18 +59,18 @@ def test_what_is_printed_drawn_and_saved_is_what_happened(script, capsys, monkey
     args = json.loads(results["args"])
     times = results["compile_seconds"], results["train_seconds"], results["interrupted"]
     assert (args["seed"], args["learning_rate"], times) == (9, rates, (3.25, 7, False))
-    equal(results["seed"], [9, 10, 11] * 3)
-    equal(results["learning_rate"], np.repeat(rates, 3))
-    devices = f"{min(9, jax.device_count())} x {jax.devices()[0].device_kind}"
+    equal(results["seed"], [9, 10, 11, 12, 13] * 3)
+    equal(results["learning_rate"], np.repeat(rates, 5))
+    devices = f"{min(15, jax.device_count())} x {jax.devices()[0].device_kind}"
     task = args.get("env_id", "grid world")
-    lines, curves = [f"{task}, 9 runs on {devices}", "compiled in 3.2 s"], {*CURVES} & {*results}
+    lines, curves = [f"{task}, 15 runs on {devices}", "compiled in 3.2 s"], {*CURVES} & {*results}
     for line, seconds in enumerate([1, 3, 7]):
         steps = np.mean(results["timesteps"][line])  # REINFORCE's runs differ in their steps
         shown = {name: np.nanmean(results[name][line]) for name in curves}
-        shown |= {"iteration": 4 * line + 4, "steps": steps, "speed": 9 * steps / seconds}
+        shown |= {"iteration": 4 * line + 4, "steps": steps, "speed": 15 * steps / seconds}
         lines.append((LINE[script.__name__] + "  {speed:,.0f} steps/s").format_map(shown))
     if "greedy_return" in results:
-        means = results["greedy_return"].mean(axis=1).reshape(3, 3)
+        means = results["greedy_return"].mean(axis=1).reshape(3, 5)
         for rate, runs in zip(rates, means, strict=True):
             line = f"greedy return {runs.mean():.1f}, worst run {runs.min():.1f}"
             lines.append(f"learning rate {rate}: {line}")
@@ -80,7 +80,7 @@ def test_what_is_printed_drawn_and_saved_is_what_happened(script, capsys, monkey
     assert capsys.readouterr().out.splitlines()[: len(lines)] == lines
     np.testing.assert_equal(drawn, ["curve.png", *expected])
     nans = [np.isnan(results[name]).sum(axis=1) for name in curves]
-    assert "hidden_size" in args or {*np.ravel(nans)} - {0, 9}
+    assert "hidden_size" in args or {*np.ravel(nans)} - {0, 15}
 
 
 @each(SCRIPTS)
