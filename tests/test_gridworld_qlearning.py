@@ -50,12 +50,12 @@ def test_greedy_steps_by_hand():
 
 
 def replay(args, seed, learning_rate):
-    """Replay 4 blocks in NumPy with their random draws: Q (H, W, A), episodes per block."""
+    """Replay 6 blocks in NumPy with their random draws: Q (H, W, A), episodes per block."""
     q_table = np.zeros((*args.grid_size, 4), np.float32)
-    episodes = np.zeros(4)
+    episodes = np.zeros(6)
     start = cell = (args.grid_size[0] - 1, args.grid_size[1] - 1)
     key = jax.random.key(seed)
-    for block in range(4):
+    for block in range(6):
         key, key_explore, key_ranking = jax.random.split(key, 3)
         explore = np.asarray(jax.random.uniform(key_explore, 1000)) < np.float32(args.epsilon)
         rankings = np.floor(np.float32(24) * jax.random.uniform(key_ranking, 1000)).astype(int)
@@ -72,21 +72,21 @@ def replay(args, seed, learning_rate):
 
 
 def test_learning_is_that_of_an_independent_replay(capsys):
-    """Halves are exact in float32. Three blocks are two lines of two, rounded up."""
-    flags = "--grid-size 4 3 --epsilon 0.3 --gamma 0.5 --total-timesteps 2001 --log-interval 1001"
+    """Halves are exact in float32. Five blocks are three lines of two, rounded up."""
+    flags = "--grid-size 4 3 --epsilon 0.3 --gamma 0.5 --total-timesteps 4001 --log-interval 1001"
     results = run(f"{flags} --num-seeds 2 --seed 5 --learning-rate 0 0.5")
     args = grid.parse_args(flags.split())
-    np.testing.assert_array_equal(results["timesteps"], [2000, 4000])
+    np.testing.assert_array_equal(results["timesteps"], [2000, 4000, 6000])
     for i, (learning_rate, seed) in enumerate(itertools.product([0, 0.5], [5, 6])):
         q_table, episodes = replay(args, seed, learning_rate)
         np.testing.assert_array_equal(results["q_table"][i], q_table)
-        steps_per_episode = [2000 / episodes[:2].sum(), 2000 / episodes[2:].sum()]
+        steps_per_episode = 2000 / episodes.reshape(3, 2).sum(axis=1)
         np.testing.assert_allclose(results["steps_per_episode"][:, i], steps_per_episode, rtol=1e-6)
     np.testing.assert_array_equal(results["greedy_steps"], [np.inf, np.inf, 5, 5])
     table, value = results["q_table"].mean(axis=0), results["q_table"][2:, 3, 2].max(axis=1).mean()
     cells = [f"{'>v<^'[table[cell].argmax()]} {table[cell].max():.3f}" for cell in np.ndindex(4, 3)]
     cells = [". 0.000" if cell.endswith(" 0.000") else cell for cell in cells]
-    assert capsys.readouterr().out.splitlines()[4:] == [
+    assert capsys.readouterr().out.splitlines()[5:] == [
         *["  ".join(cells[i : i + 3]) for i in (0, 3, 6, 9)],
         "learning rate 0: value of the start 0.00000, goal reached by 0 of 2 greedy agents",
         f"learning rate 0.5: value of the start {value:.5f}, goal reached by 2 of 2 greedy agents,"
