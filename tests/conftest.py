@@ -42,13 +42,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 
 def pytest_collection_modifyitems(items):
-    """Put the tests of runs in the background last."""
+    """Sort the tests that wait for a subprocess to the end."""
     items.sort(key=lambda item: "ended" in item.fixturenames)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def background(request, tmp_path_factory):
-    """Start subprocesses before the first test: they use the core that the other tests leave.
+    """Start all subprocesses before the first test: they use the core that other tests leave free.
 
     A test that needs one has a parameter `ended`: a function and its arguments after a folder.
     """
