@@ -154,7 +154,6 @@ def test_runs_are_spread_over_devices_by_hand(script, monkeypatch):
 
 @each(SCRIPTS)
 def test_runs_keep_their_order_copies_are_cut_and_options_reach_the_compiler(script, monkeypatch):
-    """Each device takes six runs, two at once; or six cars."""
     monkeypatch.setattr(jax, "jit", jit := Mock(wraps=jax.jit))
     devices, car = min(2, jax.device_count()), script.__name__ == "mountaincar_env"
     a, b = np.arange(6 * devices), np.arange(6 * devices) ** 2
