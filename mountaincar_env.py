@@ -14,11 +14,10 @@ A car is too weak to drive straight up a hill. It must first swing back and fort
     python mountaincar_env.py --policy rocking    # this policy reaches the goal
     python mountaincar_env.py                     # random actions do not
 
-To write another environment, change EnvParams, EnvState, `start`, `dynamics`, the class, the
-actions in `vector_step` and the returns in `rollout`. The environment comes first. What rolls it
-out on all devices comes after it.
+To write another environment, change EnvParams, EnvState, `start`, `dynamics`, the class and
+`choose_action`. The environment comes first. What rolls it out on all devices comes after it.
 
-Shapes: K progress lines, T steps, N environments, n of them on each device.
+Shapes: K log intervals, T steps, N environments, n of them on each device.
 """
 
 import argparse
@@ -81,11 +80,10 @@ def cosine(x):
     return 2 * jnp.polyval(np.array(series, x.dtype), half**2) ** 2 - 1  # 2 cos(half)^2 - 1
 
 
-def start(fraction):
-    """Return a start state: at rest, position from -0.6 (fraction 0) to -0.4 (fraction 1)."""
-    position = -0.6 + 0.2 * fraction
-    time = jnp.zeros_like(fraction, jnp.int32)
-    return EnvState(position=position, velocity=jnp.zeros_like(fraction), time=time)
+def start(uniform):
+    """Return a start state for a uniform number in [0, 1): at rest, position in [-0.6, -0.4)."""
+    time = jnp.zeros_like(uniform, jnp.int32)
+    return EnvState(position=-0.6 + 0.2 * uniform, velocity=jnp.zeros_like(uniform), time=time)
 
 
 def dynamics(state, action, params):
@@ -144,13 +142,21 @@ class MountainCar(environment.Environment):
         return spaces.Box(low, high, (2,))
 
 
+class Sums(NamedTuple):
+    """What each car did since the last progress line."""
+
+    episodes: jax.Array  # (n,) number that ended
+    goals: jax.Array  # (n,) number that ended at the goal
+    returns: jax.Array  # (n,) of those that ended, added up
+
+
 class RolloutState(NamedTuple):
-    """The state of n cars on one device, and sums since the last progress line."""
+    """The state of n cars on one device."""
 
     key: jax.Array  # (1,)
     env_state: EnvState  # (n,)
-    episodes: jax.Array  # (n,) number that ended
-    goals: jax.Array  # (n,) number that ended at the goal
+    episode_return: jax.Array  # (n,) so far
+    sums: Sums
 
 
 def init_state(args, device):
@@ -158,33 +164,43 @@ def init_state(args, device):
     key = jax.random.key(args.seed, impl="rbg")  # draws many numbers faster than the default
     key, key_start = jax.random.split(jax.random.fold_in(key, device[0]))
     env_state = start(jax.random.uniform(key_start, args.device_envs))
-    zeros = jnp.zeros(args.device_envs, int)
-    return RolloutState(key[None], env_state, zeros, zeros)
+    zeros, counts = jnp.zeros(args.device_envs), jnp.zeros(args.device_envs, jnp.int32)
+    return RolloutState(key[None], env_state, zeros, Sums(counts, counts, zeros))
+
+
+def choose_action(args, env_state, uniform):
+    """Return actions (n,), and uniform numbers that do not depend on them, for `start`."""
+    # Three times a uniform number: the integer part is a random action, the rest is uniform again.
+    # One number for both: 1.7 times as fast as two.
+    tripled = 3 * uniform
+    action = tripled.astype(jnp.int32)
+    rest = tripled - action
+    if args.policy == "rocking":
+        action = jnp.where(env_state.velocity < 0, 0, 2)
+    return action, rest
 
 
 def vector_step(args, state, draws):
     """Step n cars. Also return what --save keeps of the step."""
     env, params = MountainCar(), EnvParams()
     key, uniform = draws  # one key; (n,) in [0, 1)
-    # Three times a uniform number: the integer part is the action. The rest is uniform in [0, 1)
-    # whatever the action is. It says where the next episode starts, if this step ends one.
-    tripled = 3 * uniform
-    action = tripled.astype(jnp.int32)
-    fraction = tripled - action
-    if args.policy == "rocking":
-        action = jnp.where(state.env_state.velocity < 0, 0, 2)
-    keys = jax.random.split(key, len(action))  # not computed unless the environment uses them
+    action, uniform = choose_action(args, state.env_state, uniform)
+    # Keys are not computed unless the environment uses them.
+    keys_step, keys_observe = jax.random.split(key, (2, args.device_envs))
     step = jax.vmap(partial(env.step_env, params=params))
-    final_obs, env_state, _, terminated, _ = step(keys, state.env_state, action)
+    final_obs, env_state, reward, terminated, _ = step(keys_step, state.env_state, action)
     truncated = env.is_truncated(env_state, params)
     done = terminated | truncated
-    obs = jax.vmap(partial(env.observe, action=None, params=params))(keys, state.env_state)
-    kept = {"obs": obs, "action": action, "final_observation": final_obs}
-    kept |= {"terminated": terminated, "truncated": truncated}
+    observe = jax.vmap(partial(env.observe, action=None, params=params))
+    kept = {"obs": observe(keys_observe, state.env_state), "action": action}
+    kept |= {"final_observation": final_obs, "terminated": terminated, "truncated": truncated}
+    total = state.episode_return + reward
+    episodes, goals, returns = state.sums
+    if_done = Sums(episodes + 1, goals + terminated, returns + total)
     state = state._replace(
-        env_state=jax.tree.map(partial(jnp.where, done), start(fraction), env_state),
-        episodes=state.episodes + done,
-        goals=state.goals + terminated,
+        env_state=jax.tree.map(partial(jnp.where, done), start(uniform), env_state),
+        episode_return=jnp.where(done, 0.0, total),
+        sums=jax.tree.map(partial(jnp.where, done), if_done, state.sums),
     )
     return state, kept if args.save else None
 
@@ -199,16 +215,10 @@ def block(args, state, _):
 
 
 def rollout(args, state):
-    """Step n cars up to the next progress line. Also return its sums (n,) and what --save keeps."""
-    age = state.env_state.time
-    state = state._replace(episodes=jnp.zeros_like(age), goals=jnp.zeros_like(age))
-    state, kept = jax.lax.scan(partial(block, args), state, length=args.chunk_blocks)
-    # Each step has reward -1. So the returns of the episodes that ended add up to minus the steps
-    # taken here and, if they began earlier, before (age), without those of episodes that go on.
-    returns = -(args.chunk_blocks * BLOCK + age - state.env_state.time)
-    sums = {"episodes": state.episodes, "goals": state.goals, "returns": returns}
-    kept = jax.tree.map(lambda array: jnp.concatenate(array).swapaxes(0, 1), kept)  # (n, T, ...)
-    return state, sums, kept
+    """Step n cars up to the next progress line. Also return what --save keeps, (n, T, ...) each."""
+    state = state._replace(sums=jax.tree.map(jnp.zeros_like, state.sums))
+    state, kept = jax.lax.scan(partial(block, args), state, length=args.interval_blocks)
+    return state, jax.tree.map(lambda array: jnp.concatenate(array).swapaxes(0, 1), kept)
 
 
 def over_devices(function, num_devices):
@@ -221,9 +231,9 @@ def over_devices(function, num_devices):
     return jax.jit(sharded, compiler_options={"xla_cpu_prefer_vector_width": 512})
 
 
-def gather(tree, num_runs):
-    """Copy the arrays of all runs, in all processes, to the host. Cut the padding off."""
-    return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
+def gather(tree, length):
+    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
+    return jax.tree.map(lambda array: array[:length], process_allgather(tree, tiled=True))
 
 
 def number(kind, low, high):
@@ -243,7 +253,10 @@ def file_name(suffix):
     """Make an argparse type: the name of a file that can be written and has this suffix."""
 
     def parse(path):
-        if not path.endswith(suffix) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+        folder, name = os.path.split(path)
+        place = path if os.path.exists(path) else os.path.join(folder, ".")
+        can_write = os.access(place, os.W_OK) and not os.path.isdir(path)
+        if not can_write or os.path.splitext(name)[1] != suffix:
             raise ValueError
         return path
 
@@ -257,24 +270,26 @@ def parse_args(argv=None):
     parser.allow_abbrev = False
     add = parser.add_argument
     steps = number(int, 1, 1e9)
-    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of all random draws")
-    text = "environment steps of all cars, rounded up to whole progress lines"
+    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of all random numbers")
+    text = "environment steps of all cars, rounded up to whole log intervals"
     add("--total-timesteps", type=number(int, 1, 1e12), default=10**9, help=text)
     add("--num-envs", type=number(int, 1, 1e6), default=4096, help="cars stepped in lockstep")
     text = "rocking pushes in the direction of motion"
     add("--policy", choices=["random", "rocking"], default="random", help=text)
-    text = "approximate number of environment steps of all cars per progress line"
+    text = "approximate number of environment steps of all cars between progress lines"
     add("--log-interval", type=steps, default=2 * 10**8, help=text)
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
     text = f"write every step, 22 bytes each, of at most {MAX_SAVED:g}"
     add("--save", type=file_name(".npz"), metavar="FILE", help=text)
     args = parser.parse_args(argv)
+    if args.distributed and not jax.distributed.is_initialized():
+        parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     block_timesteps = BLOCK * args.num_envs
     min_blocks = math.ceil(args.total_timesteps / block_timesteps)
-    args.num_chunks = math.ceil(min_blocks / math.ceil(args.log_interval / block_timesteps))
-    args.chunk_blocks = math.ceil(min_blocks / args.num_chunks)
-    args.chunk_timesteps = args.chunk_blocks * block_timesteps
-    if args.save and args.num_chunks * args.chunk_timesteps > MAX_SAVED:
+    args.num_intervals = math.ceil(min_blocks / math.ceil(args.log_interval / block_timesteps))
+    args.interval_blocks = math.ceil(min_blocks / args.num_intervals)
+    args.interval_timesteps = args.interval_blocks * block_timesteps
+    if args.save and args.num_intervals * args.interval_timesteps > MAX_SAVED:
         parser.error(f"--save writes at most {MAX_SAVED:g} steps: --total-timesteps is too large")
     return args
 
@@ -291,29 +306,28 @@ def main(argv=None):
 
     began = time.perf_counter()
     state = over_devices(partial(init_state, args), num_devices)(np.arange(num_devices))
-    chunk = over_devices(partial(rollout, args), num_devices).lower(state).compile()
+    roll = over_devices(partial(rollout, args), num_devices).lower(state).compile()
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
-    timesteps = args.chunk_timesteps * np.arange(1, args.num_chunks + 1)  # (K,)
-    lines, trajectory, seconds = [], [], 0.0
+    timesteps = args.interval_timesteps * np.arange(1, args.num_intervals + 1)  # (K,)
+    history, trajectory, seconds = [], [], 0.0
     try:
         for timestep in timesteps:
             began = time.perf_counter()
-            state, sums, kept = jax.block_until_ready(chunk(state))
+            state, kept = roll(state)
+            sums = gather(state.sums, args.num_envs)  # waits for it; Ctrl-C is raised here
             seconds += time.perf_counter() - began
-            sums, kept = gather((sums, kept), args.num_envs)
-            total = jax.tree.map(jnp.sum, sums)
-            metrics = {name: total[name] / total["episodes"] for name in ("goals", "returns")}
-            lines.append({"episodes": total["episodes"], **metrics})
-            trajectory.append(kept)
+            episodes, goals, returns = (array.sum() for array in sums)
+            means = {"goals": goals / episodes, "returns": returns / episodes}  # nan if none ended
+            trajectory.append(gather(kept, args.num_envs))
+            history.append({"episodes": episodes, **means})
             print(
-                f"step {timestep:,}  episodes {total['episodes']:,}"
-                f"  at the goal {metrics['goals']:.1%}  return {metrics['returns']:.1f}"
-                f"  {timestep / seconds / 1e6:.0f} M steps/s"
+                f"step {timestep:,}  episodes {episodes:,}  at the goal {means['goals']:.1%}"
+                f"  return {means['returns']:.1f}  {timestep / seconds / 1e6:.0f} M steps/s"
             )
     except KeyboardInterrupt:
-        if args.distributed or not lines:
+        if args.distributed or not history:
             raise
         print("interrupted: the results are those of the last line")
 
@@ -321,9 +335,9 @@ def main(argv=None):
         "args": json.dumps(vars(args)),
         "compile_seconds": compile_seconds,
         "rollout_seconds": seconds,
-        "interrupted": len(lines) < args.num_chunks,
-        "timesteps": timesteps[: len(lines)],
-        **jax.tree.map(lambda *values: np.stack(values), *lines),  # (K,)
+        "interrupted": len(history) < args.num_intervals,
+        "timesteps": timesteps[: len(history)],
+        **jax.tree.map(lambda *values: np.stack(values), *history),  # (K,)
     }
     if args.save:
         arrays = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *trajectory)

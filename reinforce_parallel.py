@@ -15,12 +15,15 @@ and 0 in the padding after it. The baseline b_ti is the mean of the other episod
 an episode that has ended counts as 0. The baseline adds no bias: the expected value is that of
 sum_t G_t grad log pi(A_t | S_t). The factor gamma^t is left out, as is common: if gamma < 1, this
 is not the gradient of any objective (Nota & Thomas 2020). Returns stop at the time limit.
---sync truncation cuts all episodes where the shortest one ends. This makes the estimate biased.
+
+--sync truncation learns only from the steps before the shortest episode ends. This is biased: what
+follows does not count. Where every step has the same reward, as in CartPole-v1, all returns are
+then equal, all advantages are 0, and nothing is learned.
 
     python reinforce_parallel.py                                    # CartPole-v1
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --gif pendulum.gif
 
-Shapes: R runs, K progress lines, U updates, T steps, N environments, E evaluation episodes,
+Shapes: R runs, K log intervals, U updates, T steps, N environments, E evaluation episodes,
 D observation dimensions, H hidden units, A actions, or action dimensions if actions are continuous.
 
 The algorithm comes first, for one run. The flags, and what runs it on all devices, come after it.
@@ -49,6 +52,10 @@ import numpy as np
 import optax
 from jax.experimental.multihost_utils import process_allgather
 
+# These flags take several values, and every combination of them is run. In a function of one run,
+# args holds that run's own values.
+SWEPT = "learning_rate", "gamma"
+
 
 class Batch(NamedTuple):
     """Episodes side by side, padded to the time limit."""
@@ -63,22 +70,21 @@ class TrainState(NamedTuple):
     """The state of one run."""
 
     key: jax.Array
-    learning_rate: jax.Array  # initial value
     params: dict  # w0 (D, H), b0 (H,), w1 (H, A), b1 (A,); log_std (A,) if actions are continuous
     opt_state: optax.OptState
 
 
 @cache
-def make(env_id):
+def make_env(env_id):
     """Make an environment and its parameters. To change either, change it here."""
     env, env_params = gymnax.make(env_id)
     # NumPy arrays, because a program made by .compile() cannot hold JAX arrays as constants.
     return env, jax.tree.map(np.asarray, env_params)
 
 
-def optimizer(args, learning_rate):
-    """Make Adam. Its learning rate falls linearly to 0, from a value that differs between runs."""
-    return optax.adam(optax.linear_schedule(learning_rate, 0.0, args.total_updates))
+def optimizer(args):
+    """Make Adam. Its learning rate falls linearly to 0."""
+    return optax.adam(optax.linear_schedule(args.learning_rate, 0.0, args.num_updates))
 
 
 def is_discrete(space):
@@ -86,13 +92,13 @@ def is_discrete(space):
     return isinstance(space, gymnax.environments.spaces.Discrete)
 
 
-def init_state(args, seed, learning_rate):
-    """Return the state in which the run with this seed starts."""
-    env, env_params = make(args.env_id)
+def init_state(args):
+    """State in which a run starts."""
+    env, env_params = make_env(args.env_id)
     space = env.action_space(env_params)
     inputs = math.prod(env.observation_space(env_params).shape)
     outputs = space.n if is_discrete(space) else math.prod(space.shape)
-    key, key_hidden, key_output = jax.random.split(jax.random.key(seed), 3)
+    key, key_hidden, key_output = jax.random.split(jax.random.key(args.seed), 3)
     params = {
         "w0": jax.random.normal(key_hidden, (inputs, args.hidden_size)) / math.sqrt(inputs),
         "b0": jnp.zeros(args.hidden_size),
@@ -101,7 +107,7 @@ def init_state(args, seed, learning_rate):
     }
     if not is_discrete(space):
         params["log_std"] = jnp.zeros(outputs)
-    return TrainState(key, learning_rate, params, optimizer(args, learning_rate).init(params))
+    return TrainState(key, params, optimizer(args).init(params))
 
 
 def network(params, obs):
@@ -109,11 +115,18 @@ def network(params, obs):
     return jnp.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
 
 
-def sample(params, obs, noise):
-    """Actions (...) for Gumbel or normal noise (..., A); noise 0 gives the greedy actions."""
+def sample(params, obs, key):
+    """Random actions (...) of the policy."""
+    output = network(params, obs)
     if "log_std" in params:
-        return network(params, obs) + jnp.exp(params["log_std"]) * noise
-    return jnp.argmax(network(params, obs) + noise, axis=-1)  # as in jax.random.categorical
+        return output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
+    return jax.random.categorical(key, output)
+
+
+def greedy_action(params, obs):
+    """Most probable actions (...) of the policy."""
+    output = network(params, obs)
+    return output if "log_std" in params else jnp.argmax(output, axis=-1)
 
 
 def log_prob(params, obs, action):
@@ -132,34 +145,31 @@ def to_bounds(space, action):
     return space.low + (space.high - space.low) * (jnp.clip(action, -1, 1) + 1) / 2
 
 
-def play_step(args, params, carry, draws):
+def play_step(args, params, greedy, carry, _):
     """Step N environments. gymnax resets those that are done; the mask is 0 from there on."""
-    env, env_params = make(args.env_id)
-    obs, env_state, mask = carry
-    noise, keys = draws  # (N, A), (N,)
+    env, env_params = make_env(args.env_id)
+    key, obs, env_state, mask = carry
+    keys = jax.random.split(key, len(mask) + 2)
+    key, key_action, keys_step = keys[0], keys[1], keys[2:]
     obs = obs.reshape(len(obs), -1).astype(float)  # (N, D)
-    action = sample(params, obs, noise)
+    action = greedy_action(params, obs) if greedy else sample(params, obs, key_action)
     step = jax.vmap(partial(env.step, params=env_params))
     bounded = to_bounds(env.action_space(env_params), action)
-    new_obs, new_state, reward, terminated, truncated, _ = step(keys, env_state, bounded)
-    carry = new_obs, new_state, mask & ~(terminated | truncated)
+    new_obs, new_state, reward, terminated, truncated, _ = step(keys_step, env_state, bounded)
+    carry = key, new_obs, new_state, mask & ~(terminated | truncated)
     return carry, (Batch(obs, action, reward.astype(float), mask), env_state)
 
 
-def play(args, params, key, num_envs, noise_scale):
-    """Play N episodes, greedily if noise_scale is 0. Return a batch and all states (T, N)."""
-    env, env_params = make(args.env_id)
-    key_reset, key_noise, key_step = jax.random.split(key, 3)
+def play(args, params, key, num_envs, greedy):
+    """Play N episodes, greedily or not. Return a batch and all states (T, N)."""
+    env, env_params = make_env(args.env_id)
+    key, key_reset = jax.random.split(key)
     keys = jax.random.split(key_reset, num_envs)
     obs, env_state = jax.vmap(partial(env.reset, params=env_params))(keys)
-    shape = (int(env_params.max_steps_in_episode), num_envs)  # (T, N)
-    draw = jax.random.normal if "log_std" in params else jax.random.gumbel
-    draws = (  # for all steps at once: faster than inside the loop
-        noise_scale * draw(key_noise, (*shape, *params["b1"].shape)),  # (T, N, A)
-        jax.random.split(key_step, shape),
-    )
-    carry = obs, env_state, jnp.ones(num_envs, bool)
-    _, (batch, env_states) = jax.lax.scan(partial(play_step, args, params), carry, draws)
+    step = partial(play_step, args, params, greedy)
+    carry = key, obs, env_state, jnp.ones(num_envs, bool)
+    time_limit = int(env_params.max_steps_in_episode)
+    _, (batch, env_states) = jax.lax.scan(step, carry, length=time_limit)
     return batch, env_states
 
 
@@ -171,11 +181,11 @@ def advantages(args, batch):
         return return_to_go, return_to_go
 
     rewards = batch.mask * batch.reward
-    _, returns = jax.lax.scan(step, jnp.zeros_like(rewards[0]), rewards, reverse=True)
+    _, returns_to_go = jax.lax.scan(step, jnp.zeros_like(rewards[0]), rewards, reverse=True)
     # Equal returns must give exactly 0: Adam would scale rounding errors up to full steps.
-    returns = returns - returns[:, :1]
-    others = (returns.sum(axis=1, keepdims=True) - returns) / (returns.shape[1] - 1)
-    return batch.mask * (returns - others)
+    relative = returns_to_go - returns_to_go[:, :1]
+    others = (relative.sum(axis=1, keepdims=True) - relative) / (relative.shape[1] - 1)
+    return batch.mask * (relative - others)
 
 
 def policy_loss(params, batch, advantage):
@@ -186,60 +196,89 @@ def policy_loss(params, batch, advantage):
 def train_step(args, state, _):
     """Play N episodes, then make one Adam step. Also return what progress lines show."""
     key, key_play = jax.random.split(state.key)
-    batch, _ = play(args, state.params, key_play, args.num_envs, noise_scale=1.0)
+    batch, _ = play(args, state.params, key_play, args.num_envs, greedy=False)
+    episode_return = jnp.sum(batch.mask * batch.reward, axis=0)  # (N,)
+    metrics = {"returns": jnp.mean(episode_return), "timesteps": jnp.sum(batch.mask)}
     if args.sync == "truncation":
         batch = batch._replace(mask=batch.mask & jnp.all(batch.mask, axis=1, keepdims=True))
     grad = jax.grad(policy_loss)(state.params, batch, advantages(args, batch))
-    updates, opt_state = optimizer(args, state.learning_rate).update(grad, state.opt_state)
+    updates, opt_state = optimizer(args).update(grad, state.opt_state)
     params = optax.apply_updates(state.params, updates)
-    episode_return = jnp.sum(batch.mask * batch.reward, axis=0)  # (N,)
-    state = state._replace(key=key, params=params, opt_state=opt_state)
-    return state, {"returns": jnp.mean(episode_return), "timesteps": jnp.sum(batch.mask)}
+    return state._replace(key=key, params=params, opt_state=opt_state), metrics
 
 
-def train_chunk(args, state):
+def train_interval(args, state):
     """Make U updates, up to the next progress line. Also return what the line shows, (U,) each."""
-    return jax.lax.scan(partial(train_step, args), state, length=args.chunk_updates)
+    return jax.lax.scan(partial(train_step, args), state, length=args.interval_updates)
 
 
 def evaluate(args, state):
     """Undiscounted returns (E,) of the greedy policy in E new episodes."""
-    batch, _ = play(args, state.params, state.key, args.eval_episodes, noise_scale=0.0)
+    batch, _ = play(args, state.params, state.key, args.eval_episodes, greedy=True)
     return jnp.sum(batch.mask * batch.reward, axis=0)
 
 
-# Twenty runs compile in 0.6 of the time and run as fast.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 1}
+COMPILER_OPTIONS = {  # on a CPU
+    "xla_backend_optimization_level": 1,  # twenty runs compile in 0.6 of the time, run as fast
+}
 
-# On a CPU, the data of many runs would leave the cache. A GPU takes all runs at once.
-RUNS_AT_ONCE = 16 if jax.default_backend() == "cpu" else 10**6
-
-
-def spread(num_runs, all_devices):
-    """Spread R runs evenly. Return how many devices, runs at once on each, and copies to add."""
-    num_devices = jax.device_count() if all_devices else min(num_runs, jax.device_count())
-    per_device = math.ceil(num_runs / num_devices)
-    num_batches = math.ceil(per_device / RUNS_AT_ONCE)
-    at_once = math.ceil(per_device / num_batches)
-    return num_devices, at_once, num_devices * num_batches * at_once - num_runs
+# The environments that gymnax can draw, for --gif.
+WITH_PICTURES = (
+    "Acrobot-v1 CartPole-v1 Pendulum-v1 MountainCar-v0 MountainCarContinuous-v0 Catch-bsuite"
+    " Asterix-MinAtar Breakout-MinAtar Freeway-MinAtar Seaquest-MinAtar SpaceInvaders-MinAtar"
+    " Pong-misc PointRobot-misc MetaMaze-misc FourRooms-misc"
+).split()
 
 
-def over_runs(function, num_devices, at_once):
-    """Compile a function of one run for R runs: each device takes a few at a time, vmapped."""
+def sweep(args):
+    """Combine the values of the swept flags with each other (a setting) and with the seeds (a run).
 
-    def on_one_device(*runs):
-        return jax.lax.map(lambda run: function(*run), runs, batch_size=at_once)
+    Return the values that differ between runs, (R,) each by name, the runs of a setting one after
+    the other; and a label for each setting, which names the flags that vary.
+    """
+    values = {name: vars(args)[name] for name in SWEPT}
+    values["seed"] = args.seed + np.arange(args.num_seeds)
+    grid = np.meshgrid(*values.values(), indexing="ij")  # the last one, the seed, varies fastest
+    runs = {name: array.ravel() for name, array in zip(values, grid, strict=True)}
+    several = [name for name in SWEPT if len(values[name]) > 1]
+    firsts = range(0, len(runs["seed"]), args.num_seeds)  # the first run of each setting
+    labels = [", ".join(f"{name} {runs[name][run]:g}" for name in several) for run in firsts]
+    return runs, labels
+
+
+def spread(runs, all_devices):
+    """Return how many devices R runs need, and runs to which copies of the last one are added.
+
+    The copies fill up the devices: each takes the same number of runs.
+    """
+    num_runs = len(runs["seed"])
+    per_device = math.ceil(num_runs / jax.device_count())
+    num_devices = jax.device_count() if all_devices else math.ceil(num_runs / per_device)
+    copies = num_devices * per_device - num_runs
+    return num_devices, {name: np.pad(own, (0, copies), "edge") for name, own in runs.items()}
+
+
+def over_runs(function, args, num_devices):
+    """Compile function(args, *arrays) of one run for all runs, vmapped and spread over devices.
+
+    The compiled function takes runs in the place of args: each run's own values replace those in
+    args. The other arrays have an axis of runs in front.
+    """
+
+    def of_one_run(own, *arrays):
+        return function(argparse.Namespace(**vars(args) | own), *arrays)
 
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
     shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    sharded = shard(on_one_device, in_specs=jax.P("runs"), out_specs=jax.P("runs"))
-    return jax.jit(sharded, compiler_options=COMPILER_OPTIONS)
+    sharded = shard(jax.vmap(of_one_run), in_specs=jax.P("runs"), out_specs=jax.P("runs"))
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.jit(sharded, compiler_options=COMPILER_OPTIONS if on_cpu else None)
 
 
-def gather(tree, num_runs):
-    """Copy the arrays of all runs, in all processes, to the host. Cut the padding off."""
-    return jax.tree.map(lambda array: array[:num_runs], process_allgather(tree, tiled=True))
+def gather(tree, length):
+    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
+    return jax.tree.map(lambda array: array[:length], process_allgather(tree, tiled=True))
 
 
 def number(kind, low, high):
@@ -259,7 +298,10 @@ def file_name(suffix):
     """Make an argparse type: the name of a file that can be written and has this suffix."""
 
     def parse(path):
-        if not path.endswith(suffix) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+        folder, name = os.path.split(path)
+        place = path if os.path.exists(path) else os.path.join(folder, ".")
+        can_write = os.access(place, os.W_OK) and not os.path.isdir(path)
+        if not can_write or os.path.splitext(name)[1] != suffix:
             raise ValueError
         return path
 
@@ -277,58 +319,55 @@ def parse_args(argv=None):
     unit = number(float, 0, 1)
     text = "gymnax environment"
     add("--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help=text)
-    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
-    add("--num-seeds", type=count, default=1, help="runs per learning rate, spread over devices")
-    add(
-        "--num-iterations",
-        type=count,
-        default=100,
-        help="updates per run, rounded up to whole progress lines",
-    )
+    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of the first run")
+    add("--num-seeds", type=count, default=1, help="runs of each setting, with successive seeds")
+    text = "updates per run, rounded up to whole log intervals"
+    add("--num-iterations", type=count, default=100, help=text)
     add("--num-envs", type=number(int, 2, 1e6), default=16, help="episodes per update")
-    text = "initial step size of Adam, falls to 0; several values: each one runs with each seed"
-    add("--learning-rate", type=unit, default=[0.01], nargs="+", help=text)
-    add("--gamma", type=unit, default=0.99, help="discount factor")
+    text = "initial step size of Adam, falls to 0"
+    add("--learning-rate", type=unit, nargs="+", default=[0.01], help=text)
+    add("--gamma", type=unit, nargs="+", default=[0.99], help="discount factor")
     add("--hidden-size", type=count, default=64, help="number of tanh units in the policy network")
-    text = "pad episodes to the time limit, or cut all at the shortest (biased)"
+    text = "pad episodes to the time limit, or learn only up to the end of the shortest (biased)"
     add("--sync", choices=["padding", "truncation"], default="padding", help=text)
     add("--eval-episodes", type=count, default=100, help="greedy episodes after training")
-    add("--log-interval", type=steps, default=5, help="iterations per progress line, at most")
+    text = "iterations between progress lines, at most"
+    add("--log-interval", type=steps, default=5, help=text)
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
-    add(
-        "--save", type=file_name(".npz"), metavar="FILE", help="write parameters, curves, arguments"
-    )
+    add("--save", type=file_name(".npz"), metavar="FILE", help="write weights, curves, arguments")
     add("--plot", type=file_name(".png"), metavar="FILE", help="draw the learning curves")
     text = "animate the first evaluation episode of run 0, at most 200 steps"
     add("--gif", type=file_name(".gif"), metavar="FILE", help=text)
     args = parser.parse_args(argv)
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("MNISTBandit-bsuite would download its data")
-    if len(set(args.learning_rate)) < len(args.learning_rate):
-        parser.error("argument --learning-rate: the same value twice")
-    args.num_chunks = math.ceil(args.num_iterations / args.log_interval)
-    args.chunk_updates = math.ceil(args.num_iterations / args.num_chunks)
-    args.total_updates = args.num_chunks * args.chunk_updates
+    if args.gif and make_env(args.env_id)[0].name not in WITH_PICTURES:
+        parser.error(f"--gif: gymnax has no picture of {args.env_id}")
+    if args.distributed and not jax.distributed.is_initialized():
+        parser.error("--distributed: from Python, call jax.distributed.initialize() first")
+    args.num_intervals = math.ceil(args.num_iterations / args.log_interval)
+    args.interval_updates = math.ceil(args.num_iterations / args.num_intervals)
+    args.num_updates = args.num_intervals * args.interval_updates
     return args
 
 
-def plot(path, learning_rate, timesteps, returns):
-    """Draw returns (K, R) over timesteps (K,) or (K, R): runs thin, each rate's median in bold."""
+def plot(path, labels, timesteps, returns):
+    """Draw returns (K, R) over timesteps (K, R): runs thin, the median of each setting bold."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
     plt.figure()
-    timesteps = np.broadcast_to(timesteps.T, returns.T.shape).T  # (K, R)
-    for i, rate in enumerate(np.unique(learning_rate)):
-        x, y = timesteps[:, learning_rate == rate], returns[:, learning_rate == rate]
-        plt.plot(x, y, f"C{i}", linewidth=0.5)
-        x, y = np.median(x, axis=1), jnp.nanmedian(y, axis=1)  # NumPy's would warn if all are nan
-        plt.plot(x, y, f"C{i}", linewidth=2, label=f"median, learning rate {rate:g}")
+    settings = [np.split(array, len(labels), axis=1) for array in (timesteps, returns)]
+    for i, (label, x, y) in enumerate(zip(labels, *settings, strict=True)):
+        plt.plot(x, y, f"C{i}.-", linewidth=0.5, markersize=1)
+        x, y = np.median(x, axis=1), np.median(y, axis=1)
+        plt.plot(x, y, f"C{i}.-", linewidth=2, label=f"median  {label}".strip())
     plt.gca().xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
     plt.xlabel("environment steps")
     plt.ylabel("return of training episodes")
     plt.legend()
     plt.savefig(path)
+    plt.close()
 
 
 def animate(args, path, params, key):
@@ -336,76 +375,72 @@ def animate(args, path, params, key):
     os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")
     from gymnax.visualize import Visualizer
 
-    batch, env_states = play(args, params, key, args.eval_episodes, noise_scale=0.0)
+    batch, env_states = play(args, params, key, args.eval_episodes, greedy=True)
     steps = range(min(200, np.sum(batch.mask[:, 0])))
     frames = [jax.tree.map(lambda array, t=t: array[t, 0], env_states) for t in steps]
-    Visualizer(*make(args.env_id), frames, np.cumsum(batch.reward[:, 0])).animate(path)
+    Visualizer(*make_env(args.env_id), frames, np.cumsum(batch.reward[:, 0])).animate(path)
 
 
 def main(argv=None):
     """Train, evaluate and report. Return what --save writes."""
     args = parse_args(argv)
-    make(args.env_id)  # here, since some environments cannot be made inside of jit
+    make_env(args.env_id)  # here, since some environments cannot be made inside of jit
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
         args.save = args.plot = args.gif = None
-    learning_rate = np.repeat(args.learning_rate, args.num_seeds)  # (R,)
-    seed = np.tile(args.seed + np.arange(args.num_seeds), len(args.learning_rate))  # (R,)
-    num_runs = len(seed)
-    num_devices, at_once, copies = spread(num_runs, args.distributed)
-    compiled = partial(over_runs, num_devices=num_devices, at_once=at_once)
+    runs, labels = sweep(args)
+    num_runs = len(runs["seed"])
+    num_devices, runs_and_copies = spread(runs, args.distributed)
+    on_devices = partial(over_runs, args=args, num_devices=num_devices)
     how_many = "1 run" if num_runs == 1 else f"{num_runs} runs"
     print(f"{args.env_id}, {how_many} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
-    runs = [np.pad(values, (0, copies), "edge") for values in (seed, learning_rate)]
-    state = compiled(partial(init_state, args))(*runs)
-    train = compiled(partial(train_chunk, args)).lower(state).compile()
+    state = on_devices(init_state)(runs_and_copies)
+    train = on_devices(train_interval).lower(runs_and_copies, state).compile()
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
-    iterations = args.chunk_updates * np.arange(1, args.num_chunks + 1)  # (K,)
-    lines, train_seconds = [], 0.0
+    iterations = args.interval_updates * np.arange(1, args.num_intervals + 1)  # (K,)
+    history, timesteps, train_seconds = [], np.zeros(num_runs, np.int64), 0.0
     try:
         for iteration in iterations:
             began = time.perf_counter()
-            next_state, metrics = train(state)
-            metrics = gather(metrics, num_runs)  # waits for the chunk; Ctrl-C is raised here
-            timesteps = metrics["timesteps"].sum(axis=1, dtype=np.int64)
-            lines.append({"timesteps": timesteps, "returns": metrics["returns"].mean(axis=1)})
+            next_state, metrics = train(runs_and_copies, state)
+            metrics = gather(metrics, num_runs)  # (R, U); waits for them; Ctrl-C is raised here
             state = next_state
             train_seconds += time.perf_counter() - began
-            speed = sum(line["timesteps"].sum() for line in lines) / train_seconds
-            mean_return = lines[-1]["returns"].mean()
+            timesteps = timesteps + metrics["timesteps"].sum(axis=1)
+            history.append({"timesteps": timesteps, "returns": metrics["returns"].mean(axis=1)})
+            speed = timesteps.sum() / train_seconds
+            mean_return = history[-1]["returns"].mean()
             print(f"iteration {iteration:,}  return {mean_return:.1f}  {speed:,.0f} steps/s")
     except KeyboardInterrupt:
-        if args.distributed or not lines:
+        if args.distributed or not history:
             raise
         print("interrupted: the results are those of the last line")
 
-    greedy_return = compiled(partial(evaluate, args))(state)  # (R, E)
+    greedy_return = on_devices(evaluate)(runs_and_copies, state)  # (R, E)
     arrays = greedy_return, state.params, jax.random.key_data(state.key)
     greedy_return, params, key_data = gather(arrays, num_runs)
-    for rate in args.learning_rate:
-        means = greedy_return[learning_rate == rate].mean(axis=1)
-        mean, worst = means.mean(), means.min()
-        print(f"learning rate {rate:g}: greedy return {mean:.1f}, worst run {worst:.1f}")
+    settings = np.split(greedy_return.mean(axis=1), len(labels))
+    for label, means in zip(labels, settings, strict=True):
+        text = f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
+        print(f"{label}  {text}".strip())
     results = {
         "args": json.dumps(vars(args)),
-        "seed": seed,
-        "learning_rate": learning_rate,
+        **runs,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "interrupted": len(lines) < args.num_chunks,
-        "timesteps": np.cumsum([line["timesteps"] for line in lines], axis=0),  # (K, R)
-        "returns": np.stack([line["returns"] for line in lines]),  # (K, R)
+        "interrupted": len(history) < args.num_intervals,
+        **jax.tree.map(lambda *values: np.stack(values), *history),  # (K, R)
         "greedy_return": greedy_return,
         **params,
     }
     if args.save:
-        np.savez(args.save, **results)
+        np.savez(args.save, allow_pickle=False, **results)  # an error if they are nested
     if args.plot:
-        plot(args.plot, learning_rate, results["timesteps"], results["returns"])
+        plot(args.plot, labels, results["timesteps"], results["returns"])
     if args.gif:
         params = {name: array[0] for name, array in params.items()}
         animate(args, args.gif, params, jax.random.wrap_key_data(key_data[0]))
