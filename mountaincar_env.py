@@ -221,14 +221,19 @@ def rollout(args, state):
     return state, jax.tree.map(lambda array: jnp.concatenate(array).swapaxes(0, 1), kept)
 
 
+COMPILER_OPTIONS = {  # on a CPU
+    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.2 to 1.6 times as fast
+}
+
+
 def over_devices(function, num_devices):
     """Compile a function of the cars of one device for all N cars."""
     mesh = jax.make_mesh((num_devices,), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
     # No check_vma: cars do not communicate, and the check rejects loops that start from constants.
     shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
     sharded = shard(function, in_specs=jax.P("envs"), out_specs=jax.P("envs"))
-    # The widest vectors: 1.2 times as fast.
-    return jax.jit(sharded, compiler_options={"xla_cpu_prefer_vector_width": 512})
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.jit(sharded, compiler_options=COMPILER_OPTIONS if on_cpu else None)
 
 
 def gather(tree, length):
@@ -257,10 +262,9 @@ def file_name(suffix):
         place = path if os.path.exists(path) else os.path.join(folder, ".")
         can_write = os.access(place, os.W_OK) and not os.path.isdir(path)
         if not can_write or os.path.splitext(name)[1] != suffix:
-            raise ValueError
+            raise argparse.ArgumentTypeError(f"{path!r} is not a {suffix} file that can be written")
         return path
 
-    parse.__name__ = f"{suffix} file in a writable folder"
     return parse
 
 
@@ -318,8 +322,8 @@ def main(argv=None):
             state, kept = roll(state)
             sums = gather(state.sums, args.num_envs)  # waits for it; Ctrl-C is raised here
             seconds += time.perf_counter() - began
-            episodes, goals, returns = (array.sum() for array in sums)
-            means = {"goals": goals / episodes, "returns": returns / episodes}  # nan if none ended
+            episodes, goals, returns = (jnp.sum(array) for array in sums)  # NumPy's would warn,
+            means = {"goals": goals / episodes, "returns": returns / episodes}  # if none ended
             trajectory.append(gather(kept, args.num_envs))
             history.append({"episodes": episodes, **means})
             print(

@@ -302,10 +302,9 @@ def file_name(suffix):
         place = path if os.path.exists(path) else os.path.join(folder, ".")
         can_write = os.access(place, os.W_OK) and not os.path.isdir(path)
         if not can_write or os.path.splitext(name)[1] != suffix:
-            raise ValueError
+            raise argparse.ArgumentTypeError(f"{path!r} is not a {suffix} file that can be written")
         return path
 
-    parse.__name__ = f"{suffix} file in a writable folder"
     return parse
 
 

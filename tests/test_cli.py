@@ -8,11 +8,18 @@ import pytest
 from conftest import SCRIPTS
 from test_consistency import flags
 
+import reinforce_parallel
+
 NOT_A_NUMBER = ["x", "nan", "inf", "-inf", "1e400", "0x10"]
 COUNT = (["1", "1e3"], [*NOT_A_NUMBER, "0", "-1", "0.5", "1e13"])
-FRACTION = (["0", "0.5", "1"], [*NOT_A_NUMBER, "-0.1", "1.1", "1e39"])
-NOT_A_FILE = ["missing/x{}", "", ".", "x", "x.txt", "missing{}/"]
-ALLOWED = r" in \[|choose from|at least|at most|expected|unrecognized|in a writable|twice|would"
+FRACTION = (
+    ["0", "0.5", "1", "0.1 0.2 0.3"],
+    [*NOT_A_NUMBER, "-0.1", "1.1", "0.1 x", "0.1 nan 0.2"],
+)
+NOT_A_FILE = ["missing/x{}", "", ".", "x", "x.txt", "missing{}/", "{}", "a{}", "file/x{}", "read{}"]
+ALLOWED = (
+    r" in \[|choose from|at least|at most|expected|unrecognized|can be written|would|no picture"
+)
 # Of each flag: values that are taken, values that are refused.
 VALUES = {
     **dict.fromkeys(["--batch-size", "--eval-episodes", "--hidden-size", "--num-centers"], COUNT),
@@ -23,17 +30,17 @@ VALUES = {
         for flag, suffix in [("--gif", ".gif"), ("--plot", ".png"), ("--save", ".npz")]
     },
     "--buffer-size": (["16", "1e6"], [*COUNT[1], "8"]),
-    "--distributed": ([""], ["1"]),
+    "--distributed": ([], ["1", ""]),
     "--env-id": (["CartPole-v1"], ["nonsense", "cartpole-v1", "MNISTBandit-bsuite"]),
-    "--epsilon-decay": (["1e-6", "0.5", "1"], [*FRACTION[1], "0"]),
+    "--epsilon-decay": (["1e-6", "0.5", "0.99999"], [*FRACTION[1], "0", "0.999999"]),
     "--grid-size": (["8 12", "20 30"], ["8", "x 8", "nan 8", "-8 12", "0 12", "8 12.5", "8 12 1"]),
-    "--learning-rate": (["0.1", "0.1 0.2 0.3"], [*FRACTION[1], "0.1 x", "0.1 nan 0.2", "0.1 1e-1"]),
+    "--learning-rate": FRACTION,
     "--learning-starts": (["1", "2e5"], [*COUNT[1], "200001"]),
     "--log-interval": (["1", "1e6"], [*COUNT[1], "2e9"]),
     "--num-envs": (["16", "32"], [*COUNT[1], "1e9"]),
     "--policy": (["random", "rocking"], ["nonsense", "0"]),
     "--seed": (["0", "2e9"], [*NOT_A_NUMBER, "-1", "0.5", "1e10"]),
-    "--sigma": (["0.1", "2"], [*NOT_A_NUMBER, "0", "-1", "1e39"]),
+    "--sigma": (["0.1", "2 3"], [*NOT_A_NUMBER, "0", "-1", "1e39"]),
     "--sync": (["padding", "truncation"], ["nonsense", "0"]),
     "--total-timesteps": (["1000", "2e6"], COUNT[1]),
 }
@@ -52,9 +59,18 @@ def refusal(script, argv, capsys):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_values_are_taken_or_refused_by_name(script, capsys, tmp_path, monkeypatch):
-    """One line that names the flag or the value and says what is allowed. No file is created."""
+    """One line that names the flag or the value and says what is allowed. No file is created.
+
+    Of the files, "a" is a folder, "file" is none, and "read" can only be read.
+    """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) == (".", os.W_OK))
+    names = {"file", *(f"read{suffix}" for suffix in (".gif", ".png", ".npz"))}
+    for name in names:
+        (tmp_path / name).touch()
+    for suffix in (".gif", ".png", ".npz"):
+        (tmp_path / f"a{suffix}").mkdir()
+    access = os.access  # root could write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and "read" not in path)
     assert "unrecognized" in refusal(script, ["--see", "3"], capsys)  # no abbreviations
     assert set(VALUES) == {flag for script in SCRIPTS for flag in flags(script)}
     few = ["--total-timesteps", "1e6"] if script == "mountaincar_env.py" else []
@@ -67,7 +83,24 @@ def test_values_are_taken_or_refused_by_name(script, capsys, tmp_path, monkeypat
             error = refusal(script, [*few, flag, *words], capsys)
             assert re.search(ALLOWED, error or "taken"), f"{script} {flag} {value}: {error}"
             assert flag in error or f" {words[-1]}" in f" {error}"
-    assert not any(tmp_path.iterdir())
+    assert len([*tmp_path.iterdir()]) == len(names) + 3
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_distributed_from_python_is_one_error_where_nothing_is_initialized(script, capsys):
+    error = refusal(script, ["--distributed"], capsys)
+    assert error == "--distributed: from Python, call jax.distributed.initialize() first\n"
+
+
+def test_gif_is_refused_where_gymnax_has_no_picture(capsys):
+    for env_id, picture in [
+        ("Catch-bsuite", True),
+        ("FrozenLake-misc", False),
+        ("Reacher-misc", False),
+    ]:
+        error = refusal("reinforce_parallel.py", ["--env-id", env_id, "--gif", "x.gif"], capsys)
+        assert error == (None if picture else f"--gif: gymnax has no picture of {env_id}\n")
+    assert len(reinforce_parallel.WITH_PICTURES) == 15
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,29 +1,20 @@
-"""What the scripts do the same way: runs on devices, curves, Ctrl-C, one process that reports."""
+"""What the scripts do the same way: runs on devices, sweeps, curves, Ctrl-C, one that reports."""
 
+import argparse
 import importlib
-import json
-import runpy
 import sys
-from functools import partial
+import warnings
 from unittest.mock import DEFAULT, Mock
 
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from conftest import FLAGS, SCRIPTS, TRIO, clock
-from jax.experimental import multihost_utils
+from conftest import FLAGS, SCRIPTS, TRIO
 from matplotlib.colors import to_rgba
 
 LEARNERS = [script for script in SCRIPTS if script != "mountaincar_env.py"]
-WITH_CURVES = [*TRIO, "reinforce_parallel.py"]
-NOT_THE_SAME = {"args", "compile_seconds", "train_seconds", "rollout_seconds", "interrupted"}
-TD_LINE = "step {steps:,.0f}  return {returns:.1f}  td_error {td_error:.3f}  q_value {q_value:.2f}"
-LINE = dict.fromkeys(["parallel_td", "replay_td", "epsilon_decay_td"], TD_LINE) | {
-    "gridworld_qlearning": "step {steps:,.0f}  steps per episode {steps_per_episode:.1f}",
-    "reinforce_parallel": "iteration {iteration}  return {returns:.1f}",
-}
-CURVES = "returns", "td_error", "q_value", "steps_per_episode"
+TIMES = {"args", "compile_seconds", "train_seconds", "rollout_seconds", "interrupted"}
 equal = np.testing.assert_array_equal
 
 
@@ -39,85 +30,58 @@ def each(names):
     return pytest.mark.parametrize("script", names, indirect=True)
 
 
-def press_ctrl_c(line, module, patch):
-    """Let Ctrl-C arrive while the results of a progress line are awaited."""
-    outcomes = [DEFAULT] * (line - 1) + [KeyboardInterrupt, DEFAULT]
-    wait = Mock(wraps=module.process_allgather, side_effect=outcomes)
-    patch.setattr(module, "process_allgather", wait)
-
-
-@each(LEARNERS)
-@pytest.mark.filterwarnings("ignore:Mean of empty slice")
-def test_what_is_printed_drawn_and_saved_is_what_happened(script, capsys, monkeypatch):
-    """Three learning rates, five seeds, three lines. In some lines, no episode of a run ended."""
-    drawn, rates = [], [0.3, 0.1, 0.2]
-    monkeypatch.setattr(script, "plot", lambda *call: drawn.extend(call))
-    monkeypatch.setattr(script, "animate", None, raising=False)  # without --gif, it is not called
-    monkeypatch.setattr(script, "time", clock(10, 13.25, 20, 21, 30, 32, 40, 44))
-    results = script.main([*script.flags, "--seed", "9", "--save", "x.npz"])
-    np.testing.assert_equal(dict(np.load("x.npz")), results)
-    args = json.loads(results["args"])
-    times = results["compile_seconds"], results["train_seconds"], results["interrupted"]
-    assert (args["seed"], args["learning_rate"], times) == (9, rates, (3.25, 7, False))
-    equal(results["seed"], [9, 10, 11, 12, 13] * 3)
-    equal(results["learning_rate"], np.repeat(rates, 5))
-    devices = f"{min(15, jax.device_count())} x {jax.devices()[0].device_kind}"
-    task = args.get("env_id", "grid world")
-    lines, curves = [f"{task}, 15 runs on {devices}", "compiled in 3.2 s"], {*CURVES} & {*results}
-    for line, seconds in enumerate([1, 3, 7]):
-        steps = np.mean(results["timesteps"][line])  # REINFORCE's runs differ in their steps
-        shown = {name: np.nanmean(results[name][line]) for name in curves}
-        shown |= {"iteration": 4 * line + 4, "steps": steps, "speed": 15 * steps / seconds}
-        lines.append((LINE[script.__name__] + "  {speed:,.0f} steps/s").format_map(shown))
-    if "greedy_return" in results:
-        means = results["greedy_return"].mean(axis=1).reshape(3, 5)
-        for rate, runs in zip(rates, means, strict=True):
-            line = f"greedy return {runs.mean():.1f}, worst run {runs.min():.1f}"
-            lines.append(f"learning rate {rate}: {line}")
-        expected = [results[name] for name in ("learning_rate", "timesteps", "returns")]
-    else:  # its own tests tell what the grid world prints after the lines
-        expected = [results["q_table"].mean(axis=0)]
-    assert capsys.readouterr().out.splitlines()[: len(lines)] == lines
-    np.testing.assert_equal(drawn, ["curve.png", *expected])
-    nans = [np.isnan(results[name]).sum(axis=1) for name in curves]
-    assert "hidden_size" in args or {*np.ravel(nans)} - {0, 15}
+def press_ctrl_c(interval, script, monkeypatch):
+    """Let Ctrl-C arrive while the results of a log interval are awaited."""
+    waits = 2 if script.__name__ == "mountaincar_env" else 1  # for sums and for the trajectory
+    outcomes = [DEFAULT] * waits * (interval - 1) + [KeyboardInterrupt] + [DEFAULT] * 3
+    wait = Mock(wraps=script.process_allgather, side_effect=outcomes)
+    monkeypatch.setattr(script, "process_allgather", wait)
 
 
 @each(SCRIPTS)
-@pytest.mark.parametrize(("more", "line"), [("", 1), ("--distributed", 2)])
-def test_ctrl_c_is_an_error_before_the_first_line_and_in_a_job(script, more, line, monkeypatch):
-    press_ctrl_c(line, script, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        script.main([*script.flags, *more.split()])
-
-
-@each(SCRIPTS)
-def test_ctrl_c_keeps_what_the_last_line_shows(script, tmp_path, capsys, monkeypatch):
-    """The script, run as a shell would, saves what process 1 of two returns after two lines.
-
-    That process neither prints nor writes. Its learning rates are those of three lines.
-    """
-    flags = [*script.flags, "--save", "x.npz"]
-    two = script.parse_args(flags)
-    two.num_chunks, two.gif = 2, "x.gif"
+def test_ctrl_c_keeps_what_the_last_line_shows(script, capsys, monkeypatch):
+    """In the third interval: saved is what a run returns that has only two of the same length."""
+    two = script.parse_args(script.flags)
+    two.num_intervals = 2
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", sys.stdout)  # is restored at the end
-        patch.setattr(jax, "process_index", lambda: 1)
         patch.setattr(script, "parse_args", lambda _: two)
         complete = script.main()
-    assert not any(tmp_path.iterdir()) and capsys.readouterr().out == ""
-    press_ctrl_c(3, multihost_utils, monkeypatch)
-    monkeypatch.setattr(sys, "argv", [script.__file__, *flags])
-    with pytest.raises((SystemExit, KeyboardInterrupt)) as end:
-        runpy.run_path(script.__file__, run_name="__main__")
-    assert end.type is SystemExit and end.value.code == 130 and sys.stdout.line_buffering
-    lines, saved = capsys.readouterr().out.splitlines(), np.load("x.npz")
-    assert sum(line.endswith("steps/s") for line in lines) == len(saved["timesteps"]) == 2
-    assert "interrupted: the results are those of the last line" in lines
-    assert saved["interrupted"] and not complete["interrupted"] and saved.files == [*complete]
-    for name in complete.keys() - NOT_THE_SAME:
+    capsys.readouterr()
+    press_ctrl_c(3, script, monkeypatch)
+    results = script.main([*script.flags, "--save", "x.npz"])
+    assert "\ninterrupted: the results are those of the last line\n" in capsys.readouterr().out
+    saved = np.load("x.npz")
+    assert results["interrupted"] and saved["interrupted"] and not complete["interrupted"]
+    assert len(results["timesteps"]) == 2 and {*saved.files} >= complete.keys()
+    for name in complete.keys() - TIMES:
+        equal(results[name], complete[name], err_msg=name)
         equal(saved[name], complete[name], err_msg=name)
-    assert (tmp_path / "curve.png").exists() == hasattr(two, "plot")
+
+
+@each(SCRIPTS)
+def test_ctrl_c_before_the_first_line_is_an_error(script, monkeypatch):
+    press_ctrl_c(1, script, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        script.main(script.flags)
+
+
+@each(SCRIPTS)
+def test_ctrl_c_in_a_distributed_job_is_an_error(script, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    press_ctrl_c(2, script, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        script.main([*script.flags, "--distributed"])
+
+
+@each(SCRIPTS)
+def test_process_1_neither_prints_nor_writes(script, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # is restored at the end
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    files = "--save x.npz --plot x.png --gif x.gif".split()
+    known = {name for name in vars(script.parse_args([])) if name in ("save", "plot", "gif")}
+    results = script.main([*script.flags, *files[: 2 * len(known)]])
+    assert len(results["timesteps"]) == 3
+    assert not any(tmp_path.iterdir()) and capsys.readouterr().out == ""
 
 
 @each(LEARNERS)
@@ -125,66 +89,118 @@ def test_no_key_is_used_twice(script):
     """JAX checks the keys when it traces a program; nothing has to run."""
     args = script.parse_args(script.flags)
 
-    def learn_and_play(seed):
-        state = script.init_state(args, seed, 0.01)
-        return script.evaluate(args, script.train_chunk(args, state)[0])
+    def learn_and_play(own):
+        run = argparse.Namespace(**vars(args) | own)
+        return script.evaluate(run, script.train_interval(run, script.init_state(run))[0])
 
+    runs, _ = script.sweep(args)
     with jax.debug_key_reuse(True):
-        jax.jit(learn_and_play).trace(0)
+        jax.jit(learn_and_play).trace({name: values[0] for name, values in runs.items()})
 
 
 @each(LEARNERS)
-def test_runs_are_spread_over_devices_by_hand(script, monkeypatch):
-    """Devices, runs at once on each of them, copies that fill them."""
-    grid = script.__name__ == "gridworld_qlearning"
-    for backend, expected in ("cpu", (128, 64) if grid else (16, 0)), ("gpu", (10**6, 0)):
-        monkeypatch.setattr(jax, "default_backend", lambda name=backend: name)
-        constants = runpy.run_path(script.__file__)
-        assert (constants["RUNS_AT_ONCE"], constants.get("MIN_AT_ONCE", 0)) == expected
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    monkeypatch.setattr(script, "RUNS_AT_ONCE", 16)
-    monkeypatch.setattr(script, "MIN_AT_ONCE", 5, raising=False)
-    assert script.spread(1, False) == (1, 1, 0)
-    assert script.spread(3, True) == (4, 1, 1)
-    assert script.spread(14, False) == (4, 1 if grid else 4, 2)  # less than MIN_AT_ONCE: 1
-    assert script.spread(18, False) == (4, 5, 2)
-    assert script.spread(65, False) == (4, 9, 7)  # 17 on a device: two batches of 9
-    assert script.spread(400, True) == (4, 15, 20)  # 100 on a device: seven batches of 15
+def test_a_sweep_by_hand(script):
+    """Each value with each other one and with each seed, which varies fastest."""
+    flags = "--learning-rate 0.25 0.125 --gamma 1 0 0.5 --seed 7 --num-seeds 2"
+    runs, labels = script.sweep(script.parse_args(flags.split()))
+    equal(runs["seed"], [7, 8] * 6)
+    equal(runs["learning_rate"], [0.25] * 6 + [0.125] * 6)
+    equal(runs["gamma"], [1, 1, 0, 0, 0.5, 0.5] * 2)
+    assert {*runs} == {*script.SWEPT, "seed"}
+    assert all(len(values) == 12 for values in runs.values())
+    rates, gammas = (
+        ["learning_rate 0.25", "learning_rate 0.125"],
+        ["gamma 1", "gamma 0", "gamma 0.5"],
+    )
+    assert labels == [f"{rate}, {gamma}" for rate in rates for gamma in gammas]
+    runs, labels = script.sweep(script.parse_args(["--num-seeds", "3"]))
+    assert labels == [""] and runs["seed"].tolist() == [0, 1, 2]
+
+
+@each(LEARNERS)
+@pytest.mark.parametrize(
+    ("devices", "runs", "needed", "length"),
+    [(16, 20, 10, 20), (4, 1, 1, 1), (4, 6, 3, 6), (4, 7, 4, 8), (2, 7, 2, 8), (4, 4, 4, 4)],
+)
+def test_runs_are_spread_over_no_more_devices_than_needed(
+    script, devices, runs, needed, length, monkeypatch
+):
+    """Of a job, all devices are used. Copies of the last run fill them."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    values = {"seed": np.arange(runs), "gamma": np.arange(runs) ** 2}
+    for in_a_job, expected in (False, (needed, length)), (True, (devices, -(-runs // devices))):
+        used, padded = script.spread(values, in_a_job)
+        total = expected[1] * devices if in_a_job else expected[1]
+        assert (used, len(padded["seed"])) == (expected[0], total)
+        copied = np.minimum(np.arange(total), runs - 1)
+        equal(padded["seed"], copied)
+        equal(padded["gamma"], copied**2)
+
+
+@each(LEARNERS)
+def test_runs_have_their_own_arguments_and_keep_their_order(script, monkeypatch):
+    """On each device as many runs as given. The grid world takes 70 in batches, and 6 in turn."""
+    args = argparse.Namespace(gamma=None, size=10)
+    for runs in (6, 70) if script.__name__ == "gridworld_qlearning" else (6,):
+        own = {"gamma": np.arange(runs * min(2, jax.device_count()))}
+        function = script.over_runs(
+            lambda run, x: run.gamma + run.size * x, args, len(own["gamma"]) // runs
+        )
+        x = np.array(own["gamma"]) ** 2
+        equal(script.gather(function(own, x), 5), (own["gamma"] + 10 * x)[:5])
+        equal(function(own, x), own["gamma"] + 10 * x)
+    assert args.gamma is None
 
 
 @each(SCRIPTS)
-def test_runs_keep_their_order_copies_are_cut_and_options_reach_the_compiler(script, monkeypatch):
-    monkeypatch.setattr(jax, "jit", jit := Mock(wraps=jax.jit))
-    devices, car = min(2, jax.device_count()), script.__name__ == "mountaincar_env"
-    a, b = np.arange(6 * devices), np.arange(6 * devices) ** 2
-    over = script.over_devices if car else partial(script.over_runs, at_once=2)
-    compiled = over(lambda a, b: a + 2 * b, num_devices=devices)
-    equal(script.gather(compiled(a, b), 5), (a + 2 * b)[:5])
-    options = getattr(script, "COMPILER_OPTIONS", {"xla_cpu_prefer_vector_width": 512})
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_compiler_options_are_for_cpus(script, backend, monkeypatch):
+    monkeypatch.setattr(jax, "jit", jit := Mock())
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    if script.__name__ == "mountaincar_env":
+        script.over_devices(None, 1)
+    else:
+        script.over_runs(None, argparse.Namespace(), 1)
+    options = script.COMPILER_OPTIONS if backend == "cpu" else None
     assert jit.call_args.kwargs == {"compiler_options": options}
 
 
-@each(WITH_CURVES)
-@pytest.mark.parametrize("steps", [[10, 20, 30], [[1, 2, 3, 4, 5], [6, 7, 6, 9, 8], [9] * 5]])
-def test_the_figure_shows_the_returns(script, steps, tmp_path):
-    """Thin lines for runs, a bold one for each rate's median; what is nan is left out."""
-    nan, learning_rate = np.nan, np.array([0.3, 0.1, 0.3, 0.1, 0.3])
-    returns = np.array([[nan, nan, nan, nan, nan], [7, 5, 1, 6, nan], [9.0, 8, 2, 8, 4]])
-    script.plot("x.png", learning_rate, np.array(steps), returns)
-    axes, _ = plt.gca(), plt.close()
-    x, lines = np.broadcast_to(np.transpose(steps), (5, 3)), axes.get_lines()
-    for drawn, color, runs, median in [
-        (lines[:3], "C0", [1, 3], [nan, 5.5, 8]),
-        (lines[3:], "C1", [0, 2, 4], [nan, 4, 4]),
-    ]:
-        equal([line.get_xdata() for line in drawn], [*x[runs], np.median(x[runs], axis=0)])
-        equal([line.get_ydata() for line in drawn], [*returns.T[runs], median])
-        assert {line.get_color() for line in drawn} == {to_rgba(color)}
+@each([*TRIO, "reinforce_parallel.py"])
+def test_the_figure_shows_the_returns(script, tmp_path):
+    """Thin lines for runs, a bold one for each setting's median; a single point has a marker."""
+    nan = np.nan
+    steps = np.array([[1, 2, 3, 4], [6, 7, 6, 9], [9] * 4])  # (K, R) of REINFORCE
+    returns = np.array([[3.0, 4, 4, 8], [7, 5, 1, 6], [9.0, 8, 2, 8]])
+    if script.__name__ != "reinforce_parallel":
+        steps, returns[0], returns[1, 1] = np.repeat([[10], [20], [30]], 4, axis=1), nan, nan
+    x = steps if script.__name__ == "reinforce_parallel" else steps[:, 0]
+    open_before = plt.get_fignums()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(plt, "close", lambda: None)
+        script.plot("x.png", ["gamma 0.1", "gamma 0.3"], x, returns)
+    axes = plt.gca()
+    plt.close()
+    assert plt.get_fignums() == open_before
+    lines = axes.get_lines()
+    assert len(lines) == 6 and {line.get_marker() for line in lines} == {"."}
+    for drawn, color, runs in (lines[:3], "C0", [0, 1]), (lines[3:], "C1", [2, 3]):
+        medians = np.array(
+            [
+                np.median(row[~np.isnan(row)]) if not np.isnan(row).all() else nan
+                for row in returns[:, runs]
+            ]
+        )
+        equal([line.get_xdata() for line in drawn], [*steps.T[runs], np.median(steps[:, runs], 1)])
+        equal([line.get_ydata() for line in drawn], [*returns.T[runs], medians])
+        assert {line.get_color() for line in drawn} <= {color, to_rgba(color)}
         *thin, bold = [line.get_linewidth() for line in drawn]
         assert max(thin) < 1 < bold
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert texts == ["median, learning rate 0.1", "median, learning rate 0.3"]
+    assert texts == ["median  gamma 0.1", "median  gamma 0.3"]
     assert axes.get_xlabel() == "environment steps"
     assert axes.get_ylabel() == "return of training episodes"
     assert axes.xaxis.get_major_formatter()(100_000) == "100k"
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    script.plot("x.png", [""], x, returns)
+    assert plt.get_fignums() == open_before

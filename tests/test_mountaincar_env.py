@@ -95,10 +95,18 @@ def test_no_key_is_used_twice_and_no_step_is_kept_without_save():
     def roll(device):
         return car.rollout(args, car.init_state(args, device))
 
-    assert jax.eval_shape(roll, jnp.array([0]))[2] is None
+    assert jax.eval_shape(roll, jnp.array([0]))[1] is None
     args.save = "x.npz"
     with jax.debug_key_reuse(True):
         jax.jit(roll).trace(jnp.array([0]))
+
+
+class Costly(car.MountainCar):
+    """A push to the right costs 3, no push 2, a push to the left 1."""
+
+    def step_env(self, key, state, action, params):
+        obs, state, reward, terminated, info = super().step_env(key, state, action, params)
+        return obs, state, reward - action, terminated, info
 
 
 @pytest.fixture(scope="module", params=[("random", 200), ("rocking", 115)], ids=str)
@@ -114,6 +122,7 @@ def rollout(request, tmp_path_factory):
     printed, ticks = io.StringIO(), [4 + i**2 / 1024 for i in range(2, 8)]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(car, "EnvParams", partial(car.EnvParams, max_steps_in_episode=limit))
+        patch.setattr(car, "MountainCar", Costly)
         patch.setattr(car, "time", clock(1, 3.5, *ticks))
         results = run(flags, "--save", path)
     np.testing.assert_equal(dict(np.load(path)), results)
@@ -123,23 +132,24 @@ def rollout(request, tmp_path_factory):
 def test_printed_statistics_are_those_of_finished_episodes(rollout):
     """Each line again, in NumPy, from the trajectory; the surplus car on two devices is cut."""
     policy, limit, printed, saved = rollout
-    reached, length = saved["final_observation"], np.zeros(999)
+    reached, length, total = saved["final_observation"], np.zeros(999), np.zeros(999)
     assert reached.shape == (1200, 999, 2)
     at_goal = (reached[..., 0] >= 0.5) & (reached[..., 1] >= 0)
     np.testing.assert_array_equal(saved["terminated"], at_goal)
     device = f"{min(999, jax.device_count())} x {jax.devices()[0].device_kind}"
     lines, expected = [f"999 x MountainCar-v0 on {device}", "compiled in 2.5 s"], []
     for first, speed in (0, 82), (400, 58), (800, 45):  # M steps/s
-        lengths, goals = [], []
+        returns, goals = [], []
         for t in range(first, first + 400):
             length += 1
+            total -= 1 + saved["action"][t]
             np.testing.assert_array_equal(saved["truncated"][t], length == limit)
             done = at_goal[t] | (length == limit)
-            lengths.extend(length[done])
+            returns.extend(total[done])
             goals.extend(at_goal[t][done])
-            length[done] = 0
+            length[done] = total[done] = 0
         assert (0 < np.mean(goals) < 1) == (policy == "rocking")
-        line = {"episodes": len(goals), "goals": np.mean(goals), "returns": -np.mean(lengths)}
+        line = {"episodes": len(goals), "goals": np.mean(goals), "returns": np.mean(returns)}
         expected.append({"timesteps": 999 * (first + 400), **line})
         text = "step {timesteps:,}  episodes {episodes:,}  at the goal {goals:.1%}"
         text += f"  return {{returns:.1f}}  {speed} M steps/s"
@@ -193,13 +203,14 @@ def test_actions_are_what_the_policy_says(rollout):
         assert chi_square(np.histogram2d(other, tercile, bins=3)[0]) < 26.1  # 99.9 % point
 
 
-def test_one_car_needs_one_device_unless_the_job_has_more(capsys):
+def test_one_car_needs_one_device_unless_the_job_has_more(capsys, monkeypatch):
     """In the first 100 steps no episode ends. Without --save no step is kept."""
     results = run("--num-envs 1 --total-timesteps 1")
     printed = capsys.readouterr().out
     assert printed.startswith("1 x MountainCar-v0 on 1 x ")
     assert "\nstep 100  episodes 0  at the goal nan%  return nan  " in printed
     assert "obs" not in results and results["timesteps"].tolist() == [100]
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     assert run("--num-envs 1 --total-timesteps 200 --distributed")["episodes"].tolist() == [1]
     assert f" on {jax.device_count()} x " in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ import gymnax
 import jax
 import numpy as np
 import pytest
-from conftest import adam
+from conftest import adam, report_known_results
 from scipy.special import softmax
 from scipy.stats import norm
 
@@ -20,9 +20,9 @@ import reinforce_parallel as rp
 jit = partial(jax.jit, compiler_options=rp.COMPILER_OPTIONS)  # compiles in half the time
 
 
-def gradient_of(args):
+def gradient_of(gamma):
     """A compiled function of parameters and batch: what the optimizer gets."""
-    grad = jax.grad(rp.policy_loss)
+    grad, args = jax.grad(rp.policy_loss), SimpleNamespace(gamma=gamma)
     return jit(lambda params, batch: grad(params, batch, rp.advantages(args, batch)))
 
 
@@ -69,8 +69,9 @@ def first_params(key, inputs, outputs):
 
 
 def test_initial_parameters_of_continuous_actions():
-    params = rp.init_state(rp.parse_args(["--env-id", "Pendulum-v1"]), 3, 0.01).params
-    expected, _ = first_params(jax.random.key(3), 3, 1)
+    args = rp.parse_args(["--env-id", "Pendulum-v1"])
+    args.seed, args.learning_rate = 3, 0.01
+    params, (expected, _) = rp.init_state(args).params, first_params(jax.random.key(3), 3, 1)
     assert params.keys() - expected.keys() == {"log_std"} and params["log_std"].tolist() == [0]
     for name, value in expected.items():
         np.testing.assert_allclose(params[name], value, rtol=1e-6)
@@ -85,16 +86,17 @@ def test_actions_are_mapped_to_unequal_bounds():
 
 
 def test_continuous_actions_by_hand():
-    """Of four dimensions: the mean plus noise, and SciPy's density of it."""
-    rng = np.random.default_rng(0)
-    obs, noise, params = rng.normal(size=(5, 3)), rng.normal(size=(5, 4)), {}
+    """Of four dimensions: the mean plus noise, SciPy's density of it, and the mean alone."""
+    rng, key, params = np.random.default_rng(0), jax.random.key(1), {}
+    obs, noise = rng.normal(size=(5, 3)), np.array(jax.random.normal(key, (5, 4)))
     for name, shape in ("w0", (3, 8)), ("b0", 8), ("w1", (8, 4)), ("b1", 4), ("log_std", 4):
         params[name] = rng.normal(size=shape) / 2
     mean, std = forward(params, obs)[1], np.exp(params["log_std"])
     action = mean + std * noise
-    np.testing.assert_allclose(rp.sample(params, obs, noise), action, rtol=1e-4)
+    np.testing.assert_allclose(rp.sample(params, obs, key), action, rtol=1e-4)
     log_density = norm.logpdf(action, mean, std).sum(axis=1)
     np.testing.assert_allclose(rp.log_prob(params, obs, action), log_density, rtol=1e-4)
+    np.testing.assert_allclose(rp.greedy_action(params, obs), mean, rtol=1e-4)
 
 
 def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
@@ -110,7 +112,7 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
     pi = np.array([0.6, 0.4])
     probability = np.prod(pi[action], axis=0, where=mask)
     exact = np.einsum("n,tn,tna->a", probability, mask * to_go, np.eye(2)[action] - pi)
-    gradient = gradient_of(rp.parse_args(["--gamma", "0.5"]))
+    gradient = gradient_of(0.5)
     params = {"w0": np.zeros((1, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2)), "b1": np.log(pi)}
     expected = np.zeros(2)
     for pair in map(list, itertools.product(range(4), repeat=2)):
@@ -122,15 +124,15 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
 @pytest.fixture(scope="module", params=["Pendulum-v1", "Acrobot-v1"])
 def played(request):
     """Arguments, parameters, and 16 episodes, which are cut by hand."""
-    args = rp.parse_args(["--env-id", request.param, "--gamma", "0.9"])
-    rp.make(args.env_id)  # as in main: Acrobot cannot be made inside of jit
+    args = SimpleNamespace(env_id=request.param, gamma=0.9)
+    rp.make_env(args.env_id)  # as in main: Acrobot cannot be made inside of jit
     inputs, outputs, steps = {"P": (3, 1, 200), "A": (6, 3, 500)}[request.param[0]]
     rng = np.random.default_rng(0)
     params = {"w0": rng.normal(size=(inputs, 8)), "b0": rng.normal(size=8) / 4}
     params |= {"w1": rng.normal(size=(8, outputs)) / 4, "b1": 0.4 * np.arange(outputs)}
     if request.param == "Pendulum-v1":
         params["log_std"] = np.array([-0.3])
-    play = jit(partial(rp.play, args, num_envs=16, noise_scale=1.0))
+    play = jit(partial(rp.play, args, num_envs=16, greedy=False))
     batch = jax.tree.map(np.asarray, play(params, jax.random.key(0))[0])
     cut = np.arange(steps)[:, None] < np.linspace(1, 200, 16)
     return args, params, batch._replace(mask=batch.mask & cut)
@@ -159,7 +161,7 @@ def test_advantages_and_gradient_equal_numpys(played):
     np.testing.assert_allclose(rp.advantages(args, batch), expected, rtol=1e-4, atol=1e-4)
     equal = jax.tree.map(lambda array: np.repeat(array[:, 1:2], 7, axis=1), batch)
     assert not np.any(rp.advantages(args, equal))
-    gradient, expected = gradient_of(args)(params, batch), numpy_gradient(0.9, params, *batch)
+    gradient, expected = gradient_of(0.9)(params, batch), numpy_gradient(0.9, params, *batch)
     assert gradient.keys() == expected.keys()
     for name, value in expected.items():
         assert np.any(value != 0, axis=0).all()
@@ -167,7 +169,7 @@ def test_advantages_and_gradient_equal_numpys(played):
 
 
 class Leaning(gymnax.environments.CartPole):
-    """A pole whose start depends on a parameter; its rewards, nearly 1, show the steps' keys."""
+    """A pole whose start depends on a parameter; its rewards, 1 to 2, show the steps' keys."""
 
     def reset_env(self, key, params):
         _, state = super().reset_env(key, params)
@@ -176,7 +178,7 @@ class Leaning(gymnax.environments.CartPole):
 
     def step_env(self, key, state, action, params):
         obs, state, _, terminated, info = super().step_env(key, state, action, params)
-        return obs, state, 1 + 1e-3 * jax.random.uniform(key), terminated, info
+        return obs, state, 1 + jax.random.uniform(key), terminated, info
 
 
 LEANING = Leaning()
@@ -187,11 +189,15 @@ LEANING_PARAMS = LEANING.default_params.replace(**CHANGES)
 @partial(jax.jit, static_argnums=1)
 def draws(key, n):
     """Random numbers of n episodes: where they start, Gumbel noise, what rewards show."""
-    key_reset, key_noise, key_step = jax.random.split(key, 3)
+    key, key_reset = jax.random.split(key)
     start, _ = jax.vmap(LEANING.reset, (0, None))(jax.random.split(key_reset, n), LEANING_PARAMS)
-    keys = jax.vmap(jax.vmap(jax.random.split))(jax.random.split(key_step, (40, n)))[..., 0]
-    shown = jax.vmap(jax.vmap(jax.random.uniform))(keys)
-    return start, jax.random.gumbel(key_noise, (40, n, 2)), shown
+
+    def step(key, _):
+        keys = jax.random.split(key, n + 2)
+        shown = jax.vmap(lambda key: jax.random.uniform(jax.random.split(key)[0]))(keys[2:])
+        return keys[0], (jax.random.gumbel(keys[1], (n, 2)), shown)
+
+    return start, *jax.lax.scan(step, key, length=40)[1]
 
 
 def play_by_hand(params, key, n, greedy):
@@ -210,39 +216,43 @@ def play_by_hand(params, key, n, greedy):
             action[t, i] = np.argmax(logits if greedy else logits + noise[t, i])
             if env.step(action[t, i])[2]:
                 break
-    return obs, action, 1 + shown / 1000, mask
+    return obs, action, 1 + shown, mask
 
 
-def replay(seed, rate):
-    """Four updates by hand, with --sync truncation: returns, steps, parameters and key."""
+def replay(seed, rate, gamma, sync):
+    """Four updates by hand: returns and steps of whole episodes, parameters and key."""
     params, key = first_params(jax.random.key(seed), 4, 2)
     returns, steps, moments = [], [], dict.fromkeys(params, (0.0, 0.0))
     for count in range(4):
         key, key_play = jax.random.split(key)
         obs, action, reward, mask = play_by_hand(params, key_play, 4, greedy=False)
-        mask = mask & mask.all(axis=1, keepdims=True)
         returns.append(np.sum(mask * reward) / 4)
         steps.append(mask.sum())
-        for name, grad in numpy_gradient(0.99, params, obs, action, reward, mask).items():
+        if sync == "truncation":
+            mask = mask & mask.all(axis=1, keepdims=True)
+        for name, grad in numpy_gradient(gamma, params, obs, action, reward, mask).items():
             step_size = rate * (1 - count / 4)  # it falls to 0
             moved = adam(params[name], moments[name], grad, count, step_size)
             params[name], moments[name] = moved
     return returns, steps, params, key
 
 
-def test_learning_is_that_of_an_independent_replay(monkeypatch):
+@pytest.mark.parametrize("sync", ["padding", "truncation"])
+def test_learning_is_that_of_an_independent_replay(sync, monkeypatch):
     """Three updates are two lines of 2 updates. Replaced parameters of the environment rule."""
     animated = []
     monkeypatch.setattr(rp, "animate", lambda *call: animated.extend(call))
-    monkeypatch.setattr(rp, "make", lambda _: (LEANING, LEANING_PARAMS))
+    monkeypatch.setattr(rp, "make_env", lambda _: (LEANING, LEANING_PARAMS))
     flags = "--num-iterations 3 --log-interval 2 --num-envs 4 --eval-episodes 3 --seed 7"
-    flags += " --learning-rate 0.02 0.05 --num-seeds 2 --sync truncation --gif x.gif"
+    flags += f" --learning-rate 0.02 0.05 --gamma 0.9 0.5 --num-seeds 2 --sync {sync} --gif x.gif"
     results = rp.main(flags.split())
+    runs = list(itertools.product([0.02, 0.05], [0.9, 0.5], [7, 8]))
     assert results["timesteps"].dtype == np.int64
-    with pytest.raises(SystemExit):  # the mean of the others needs one
-        rp.parse_args(["--num-envs", "1"])
-    for i, (rate, seed) in enumerate(itertools.product([0.02, 0.05], [7, 8])):
-        returns, steps, params, key = replay(seed, rate)
+    assert len(np.unique(results["w0"], axis=0)) == 8
+    for i in 0, 3, 6:
+        rate, gamma, seed = runs[i]
+        assert [results[name][i] for name in ("learning_rate", "gamma", "seed")] == [*runs[i]]
+        returns, steps, params, key = replay(seed, rate, gamma, sync)
         means = np.mean(returns[:2]), np.mean(returns[2:])
         np.testing.assert_allclose(results["returns"][:, i], means, rtol=1e-6)
         np.testing.assert_array_equal(results["timesteps"][:, i], np.cumsum(steps)[1::2])
@@ -257,13 +267,49 @@ def test_learning_is_that_of_an_independent_replay(monkeypatch):
             assert np.array_equal(jax.random.key_data(animated[3]), jax.random.key_data(key))
 
 
+def test_truncation_learns_nothing_from_equal_rewards():
+    """Of CartPole-v1: cut episodes are equally long, so all returns to go are equal."""
+    flags = "--sync truncation --num-iterations 3 --num-envs 4 --eval-episodes 2 --learning-rate"
+    still, moved = rp.main([*flags.split(), "0", "0.1"])["w1"]
+    np.testing.assert_array_equal(still, moved)
+
+
+def test_a_sweep_is_printed_drawn_and_saved(capsys, monkeypatch, tmp_path):
+    """All numbers are known. Each interval has two updates, of 1 and 3 in four of its steps."""
+    returns = np.array([[2, 4, 6, 8], [10, 20, 30, 40], [20, 30, 40, 50]])
+    steps = np.array([[1, 3], [2, 6], [3, 9], [4, 12]])  # (R, U)
+    intervals = [{"returns": row[:, None] + [-1, 1], "timesteps": steps} for row in returns]
+    greedy = np.array([[2, 4], [3, 5], [4, 6], [6, 8]])
+    state = SimpleNamespace(params={"b0": 2 * greedy}, key=jax.random.split(jax.random.key(0), 4))
+    monkeypatch.chdir(tmp_path)
+    known = "--num-iterations 5 --log-interval 2", state, intervals, greedy
+    results, drawn = report_known_results(rp, monkeypatch, *known)
+    assert (
+        capsys.readouterr().out
+        == """\
+CartPole-v1, 4 runs on 2 x cpu
+compiled in 3.2 s
+iteration 2  return 5.0  40 steps/s
+iteration 4  return 25.0  27 steps/s
+iteration 6  return 35.0  17 steps/s
+gamma 0.5  greedy return 3.5  worst run 3.0
+gamma 0.75  greedy return 6.0  worst run 5.0
+"""
+    )
+    timesteps = np.outer([1, 2, 3], [4, 8, 12, 16])
+    np.testing.assert_array_equal(drawn, [timesteps, returns])
+    for name, value in ("timesteps", timesteps), ("returns", returns), ("b0", 2 * greedy):
+        np.testing.assert_array_equal(results[name], value)
+    np.testing.assert_array_equal(results["greedy_return"], greedy)
+
+
 @pytest.mark.parametrize("length", [3, 250])
 def test_the_animation_shows_the_first_evaluation_episode(length, monkeypatch):
     """Up to its end, and at most 200 steps. Episodes are made up of numbers."""
     played, shown, number = [], [], np.arange(300 * 2).reshape(300, 2)
 
-    def play(*call, noise_scale):
-        played.extend([*call, noise_scale])
+    def play(*call, greedy):
+        played.extend([*call, greedy])
         mask = np.stack([np.arange(300) < length, np.ones(300, bool)], axis=1)
         return rp.Batch(None, None, reward=number, mask=mask), {"x": number, "time": -number}
 
@@ -275,15 +321,13 @@ def test_the_animation_shows_the_first_evaluation_episode(length, monkeypatch):
     monkeypatch.setattr(os, "environ", {"SDL_VIDEODRIVER": "x11"})
     rp.animate(args := rp.parse_args(["--eval-episodes", "2"]), "x.gif", "params", "key")
     assert os.environ == dict.fromkeys(["SDL_VIDEODRIVER", "SDL_AUDIODRIVER"], "dummy")
-    assert played == [args, "params", "key", 2, 0.0]
+    assert played == [args, "params", "key", 2, True]
     env, env_params, frames, rewards, path = shown
-    assert (env, env_params) == rp.make("CartPole-v1") and path == "x.gif"
+    assert (env, env_params) == rp.make_env("CartPole-v1") and path == "x.gif"
     steps = range(min(length, 200))
     assert frames == [{"x": 2 * t, "time": -2 * t} for t in steps]
     assert [*rewards[: len(steps)]] == [t * (t + 1) for t in steps]
 
 
-def test_learns(capsys):
-    results, kind = rp.main("--seed 6 --log-interval 1e9".split()), jax.devices()[0].device_kind
-    assert capsys.readouterr().out.startswith(f"CartPole-v1, 1 run on 1 x {kind}\n")
-    assert results["greedy_return"].mean() >= 475
+def test_learns():
+    assert rp.main("--seed 6 --log-interval 1e9".split())["greedy_return"].mean() >= 475
