@@ -316,8 +316,8 @@ def summary(q_table, greedy_steps):
     value = q_table[:, *START].max(axis=-1).mean()
     arrived = greedy_steps[np.isfinite(greedy_steps)]
     longest = f", in at most {arrived.max():.0f} steps" if len(arrived) else ""
-    reached = f"goal reached by {len(arrived)} of {len(greedy_steps)} greedy agents{longest}"
-    return f"value of the start {value:.5f}  {reached}"
+    reach = f"{len(arrived)} of {len(greedy_steps)} greedy agents reach the goal{longest}"
+    return f"value of the start {value:.5f}  {reach}"
 
 
 def plot(path, labels, tables):

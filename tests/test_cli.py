@@ -101,10 +101,3 @@ def test_gif_is_refused_where_gymnax_has_no_picture(capsys):
         error = refusal("reinforce_parallel.py", ["--env-id", env_id, "--gif", "x.gif"], capsys)
         assert error == (None if picture else f"--gif: gymnax has no picture of {env_id}\n")
     assert len(reinforce_parallel.WITH_PICTURES) == 15
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_the_defaults(script, capsys):
-    with pytest.raises(SystemExit):
-        importlib.import_module(script[:-3]).parse_args(["--help"])
-    assert capsys.readouterr().out.split().count("(default:") == len(flags(script))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from conftest import report_known_results
 
 import gridworld_qlearning as grid
 
@@ -104,66 +103,6 @@ def test_returns_are_the_rewards_of_an_episode(monkeypatch):
     equal(results["returns"], -results["steps_per_episode"])
 
 
-def test_a_sweep_is_printed_drawn_and_saved(capsys, monkeypatch, tmp_path):
-    """All numbers are known, of a grid of 2 x 2 cells: the second one knows nothing."""
-    nan, inf, steps = np.nan, np.inf, np.array([10, 30, 50, 70])
-    returns = np.array([[nan] * 4, [20, nan, 30, nan], [20, 30, 40, 50]])
-    intervals = [{"steps_per_episode": steps, "returns": row} for row in returns]
-    table = np.zeros((4, 2, 2, 4))
-    table[:, 0, 0, RIGHT], table[:, 1, 0] = [0.5, 0.5, 0.75, 0.75], [-3, -2, -1, -0.5]
-    table[:, 1, 1, DOWN] = [2, 2.5, 4, 4.5]
-    state, greedy_steps = (
-        SimpleNamespace(q_table=table.reshape(4, 4, 4)),
-        np.array([inf, inf, 7, inf]),
-    )
-    flags = "--grid-size 2 2 --total-timesteps 9000 --log-interval 3000"
-    monkeypatch.chdir(tmp_path)
-    known = flags, state, intervals, greedy_steps
-    results, drawn = report_known_results(grid, monkeypatch, *known)
-    assert (
-        capsys.readouterr().out
-        == """\
-grid world, 4 runs on 2 x cpu
-compiled in 3.2 s
-step 3,000  steps per episode 40.0  return nan  12,000 steps/s
-step 6,000  steps per episode 40.0  return 25.00  8,000 steps/s
-step 9,000  steps per episode 40.0  return 35.00  5,143 steps/s
-gamma 0.5  mean of the agents' tables
-> 0.500  . 0.000
-^ -0.500  v 2.250
-gamma 0.75  mean of the agents' tables
-> 0.750  . 0.000
-^ -0.500  v 4.250
-gamma 0.5  value of the start 2.25000  goal reached by 0 of 2 greedy agents
-gamma 0.75  value of the start 4.25000  goal reached by 1 of 2 greedy agents, in at most 7 steps
-"""
-    )
-    equal(drawn, [[table[:2].mean(axis=0), table[2:].mean(axis=0)]])
-    for name, value in [
-        ("timesteps", [3000, 6000, 9000]),
-        ("returns", returns),
-        ("q_table", table),
-    ]:
-        equal(results[name], value)
-    equal(results["steps_per_episode"], [steps] * 3)
-    equal(results["greedy_steps"], greedy_steps)
-
-
-def test_at_most_four_tables_are_shown(capsys, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(grid, "plot", lambda *call: drawn.extend(call))
-    flags = "--grid-size 2 3 --total-timesteps 1000 --gamma 0.1 0.2 0.3 0.4 0.5 --plot x.png"
-    tables = run(flags)["q_table"]
-    out = capsys.readouterr().out
-    assert (
-        out.count("mean of the agents' tables") == 4
-        and "\nthe first 4 of 5 tables are shown\n" in out
-    )
-    assert out.count("value of the start") == 5 and "gamma 0.5  value of" in out
-    assert drawn[1] == ["gamma 0.1", "gamma 0.2", "gamma 0.3", "gamma 0.4"]
-    equal(drawn[2], tables[:4])
-
-
 def test_the_picture_has_an_arrow_where_something_is_known(tmp_path):
     """The image is the greatest value of each cell; nothing known gives no arrow and no warning."""
     known = np.zeros((2, 3, 4))
@@ -219,15 +158,12 @@ def test_default_runs_are_exact_at_the_start_and_the_same_alone(monkeypatch):
     equal(alone["q_table"][0], many["q_table"][6])
 
 
-@pytest.mark.parametrize(
-    ("backend", "runs", "expected"),
-    [("cpu", 63, 1), ("cpu", 64, 64), ("cpu", 128, 128), ("cpu", 129, 65), ("gpu", 200, 200)],
-)
-def test_runs_at_once_by_hand(backend, runs, expected, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+@pytest.mark.parametrize("runs", [63, 64, 128, 129, 300])
+def test_runs_at_once_by_hand(runs, monkeypatch):
+    """On a CPU one after the other, or at most 128; on a GPU all."""
     sizes = []
-    monkeypatch.setattr(
-        jax.lax, "map", lambda function, arrays, batch_size: sizes.append(batch_size)
-    )
-    grid.in_batches(None)({"seed": np.arange(runs)})
-    assert sizes == [expected]
+    monkeypatch.setattr(jax.lax, "map", lambda _, arrays, batch_size: sizes.append(batch_size))
+    for backend in "cpu", "gpu":
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        grid.in_batches(None)({"seed": np.arange(runs)})
+    assert sizes == [{63: 1, 64: 64, 128: 128, 129: 65, 300: 100}[runs], runs]

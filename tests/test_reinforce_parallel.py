@@ -11,19 +11,13 @@ import gymnax
 import jax
 import numpy as np
 import pytest
-from conftest import adam, report_known_results
+from conftest import adam
 from scipy.special import softmax
 from scipy.stats import norm
 
 import reinforce_parallel as rp
 
 jit = partial(jax.jit, compiler_options=rp.COMPILER_OPTIONS)  # compiles in half the time
-
-
-def gradient_of(gamma):
-    """A compiled function of parameters and batch: what the optimizer gets."""
-    grad, args = jax.grad(rp.policy_loss), SimpleNamespace(gamma=gamma)
-    return jit(lambda params, batch: grad(params, batch, rp.advantages(args, batch)))
 
 
 def forward(params, obs):
@@ -47,15 +41,9 @@ def numpy_gradient(gamma, params, obs, action, reward, mask):
     """Minus the estimate of the policy gradient, by the chain rule."""
     hidden, outputs = forward(params, obs)
     weight = -numpy_advantages(gamma, reward, mask)[..., None] / mask.shape[1]
-    gradient = {}
-    if "log_std" in params:
-        error = (action - outputs) / np.exp(params["log_std"])
-        slope = weight * error / np.exp(params["log_std"])
-        gradient["log_std"] = (weight * (error**2 - 1)).sum(axis=(0, 1))
-    else:
-        slope = weight * (np.eye(outputs.shape[-1])[action] - softmax(outputs, axis=-1))
+    slope = weight * (np.eye(outputs.shape[-1])[action] - softmax(outputs, axis=-1))
     back = slope @ params["w1"].T * (1 - hidden**2)
-    gradient |= {"w0": np.einsum("tnd,tnh->dh", obs, back), "b0": back.sum(axis=(0, 1))}
+    gradient = {"w0": np.einsum("tnd,tnh->dh", obs, back), "b0": back.sum(axis=(0, 1))}
     gradient |= {"w1": np.einsum("tnh,tna->ha", hidden, slope), "b1": slope.sum(axis=(0, 1))}
     return gradient
 
@@ -66,15 +54,6 @@ def first_params(key, inputs, outputs):
     w0 = np.array(jax.random.normal(key_hidden, (inputs, 64))) / inputs**0.5
     w1 = np.array(jax.random.normal(key_output, (64, outputs))) / 100
     return {"w0": w0, "b0": np.zeros(64), "w1": w1, "b1": np.zeros(outputs)}, key
-
-
-def test_initial_parameters_of_continuous_actions():
-    args = rp.parse_args(["--env-id", "Pendulum-v1"])
-    args.seed, args.learning_rate = 3, 0.01
-    params, (expected, _) = rp.init_state(args).params, first_params(jax.random.key(3), 3, 1)
-    assert params.keys() - expected.keys() == {"log_std"} and params["log_std"].tolist() == [0]
-    for name, value in expected.items():
-        np.testing.assert_allclose(params[name], value, rtol=1e-6)
 
 
 def test_actions_are_mapped_to_unequal_bounds():
@@ -112,7 +91,8 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
     pi = np.array([0.6, 0.4])
     probability = np.prod(pi[action], axis=0, where=mask)
     exact = np.einsum("n,tn,tna->a", probability, mask * to_go, np.eye(2)[action] - pi)
-    gradient = gradient_of(0.5)
+    args, grad = SimpleNamespace(gamma=0.5), jax.grad(rp.policy_loss)
+    gradient = jit(lambda params, batch: grad(params, batch, rp.advantages(args, batch)))
     params = {"w0": np.zeros((1, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2)), "b1": np.log(pi)}
     expected = np.zeros(2)
     for pair in map(list, itertools.product(range(4), repeat=2)):
@@ -121,30 +101,19 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
     np.testing.assert_allclose(expected, exact, rtol=1e-5)
 
 
-@pytest.fixture(scope="module", params=["Pendulum-v1", "Acrobot-v1"])
-def played(request):
-    """Arguments, parameters, and 16 episodes, which are cut by hand."""
-    args = SimpleNamespace(env_id=request.param, gamma=0.9)
-    rp.make_env(args.env_id)  # as in main: Acrobot cannot be made inside of jit
-    inputs, outputs, steps = {"P": (3, 1, 200), "A": (6, 3, 500)}[request.param[0]]
-    rng = np.random.default_rng(0)
-    params = {"w0": rng.normal(size=(inputs, 8)), "b0": rng.normal(size=8) / 4}
-    params |= {"w1": rng.normal(size=(8, outputs)) / 4, "b1": 0.4 * np.arange(outputs)}
-    if request.param == "Pendulum-v1":
-        params["log_std"] = np.array([-0.3])
-    play = jit(partial(rp.play, args, num_envs=16, greedy=False))
+def test_continuous_actions_are_the_policys_and_steps_are_gymnasiums():
+    """First parameters, and each step again there; a torque is clipped and scaled to [-2, 2]."""
+    run = SimpleNamespace(**vars(rp.parse_args(["--env-id", "Pendulum-v1"])) | {"seed": 3})
+    run.learning_rate = 0.01
+    params, (expected, _) = rp.init_state(run).params, first_params(jax.random.key(3), 3, 1)
+    assert params.keys() - expected.keys() == {"log_std"} and params["log_std"].tolist() == [0]
+    for name, value in expected.items():
+        np.testing.assert_allclose(params[name], value, rtol=1e-6)
+    play = jit(partial(rp.play, run, num_envs=16, greedy=False))
     batch = jax.tree.map(np.asarray, play(params, jax.random.key(0))[0])
-    cut = np.arange(steps)[:, None] < np.linspace(1, 200, 16)
-    return args, params, batch._replace(mask=batch.mask & cut)
-
-
-@pytest.mark.parametrize("played", ["Pendulum-v1"], indirect=True)
-def test_actions_are_the_policys_and_steps_are_gymnasiums(played):
-    """Each step again there, from the observation; a torque is clipped and scaled to [-2, 2]."""
-    args, params, batch = played
-    error = (batch.action - forward(params, batch.obs)[1]) / np.exp(params["log_std"])
+    error = batch.action - forward(expected, batch.obs)[1]
     assert abs(error.mean()) < 0.05 and abs(error.std() - 1) < 0.05
-    env = gymnasium.make(args.env_id).unwrapped
+    env = gymnasium.make("Pendulum-v1").unwrapped
     env.reset()
     for t, i in np.argwhere(batch.mask[1:]):
         cosine, sine, speed = batch.obs[t, i].astype(float)
@@ -152,20 +121,6 @@ def test_actions_are_the_policys_and_steps_are_gymnasiums(played):
         obs, reward, *_ = env.step(2 * batch.action[t, i].clip(-1, 1))
         np.testing.assert_allclose(batch.reward[t, i], reward, rtol=1e-4)
         np.testing.assert_allclose(batch.obs[t + 1, i], obs, atol=2e-4)
-
-
-def test_advantages_and_gradient_equal_numpys(played):
-    """Of all parameters, also log_std and those of action 2. Equal returns give exactly 0."""
-    args, params, batch = played
-    expected = numpy_advantages(0.9, batch.reward, batch.mask)
-    np.testing.assert_allclose(rp.advantages(args, batch), expected, rtol=1e-4, atol=1e-4)
-    equal = jax.tree.map(lambda array: np.repeat(array[:, 1:2], 7, axis=1), batch)
-    assert not np.any(rp.advantages(args, equal))
-    gradient, expected = gradient_of(0.9)(params, batch), numpy_gradient(0.9, params, *batch)
-    assert gradient.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.any(value != 0, axis=0).all()
-        np.testing.assert_allclose(gradient[name], value, rtol=1e-3, atol=1e-3)
 
 
 class Leaning(gymnax.environments.CartPole):
@@ -274,42 +229,13 @@ def test_truncation_learns_nothing_from_equal_rewards():
     np.testing.assert_array_equal(still, moved)
 
 
-def test_a_sweep_is_printed_drawn_and_saved(capsys, monkeypatch, tmp_path):
-    """All numbers are known. Each interval has two updates, of 1 and 3 in four of its steps."""
-    returns = np.array([[2, 4, 6, 8], [10, 20, 30, 40], [20, 30, 40, 50]])
-    steps = np.array([[1, 3], [2, 6], [3, 9], [4, 12]])  # (R, U)
-    intervals = [{"returns": row[:, None] + [-1, 1], "timesteps": steps} for row in returns]
-    greedy = np.array([[2, 4], [3, 5], [4, 6], [6, 8]])
-    state = SimpleNamespace(params={"b0": 2 * greedy}, key=jax.random.split(jax.random.key(0), 4))
-    monkeypatch.chdir(tmp_path)
-    known = "--num-iterations 5 --log-interval 2", state, intervals, greedy
-    results, drawn = report_known_results(rp, monkeypatch, *known)
-    assert (
-        capsys.readouterr().out
-        == """\
-CartPole-v1, 4 runs on 2 x cpu
-compiled in 3.2 s
-iteration 2  return 5.0  40 steps/s
-iteration 4  return 25.0  27 steps/s
-iteration 6  return 35.0  17 steps/s
-gamma 0.5  greedy return 3.5  worst run 3.0
-gamma 0.75  greedy return 6.0  worst run 5.0
-"""
-    )
-    timesteps = np.outer([1, 2, 3], [4, 8, 12, 16])
-    np.testing.assert_array_equal(drawn, [timesteps, returns])
-    for name, value in ("timesteps", timesteps), ("returns", returns), ("b0", 2 * greedy):
-        np.testing.assert_array_equal(results[name], value)
-    np.testing.assert_array_equal(results["greedy_return"], greedy)
-
-
 @pytest.mark.parametrize("length", [3, 250])
 def test_the_animation_shows_the_first_evaluation_episode(length, monkeypatch):
     """Up to its end, and at most 200 steps. Episodes are made up of numbers."""
-    played, shown, number = [], [], np.arange(300 * 2).reshape(300, 2)
+    shown, number = [], np.arange(300 * 2).reshape(300, 2)
 
-    def play(*call, greedy):
-        played.extend([*call, greedy])
+    def play(args, params, key, num_envs, greedy):
+        assert (params, key, num_envs, greedy) == ("params", "key", args.eval_episodes, True)
         mask = np.stack([np.arange(300) < length, np.ones(300, bool)], axis=1)
         return rp.Batch(None, None, reward=number, mask=mask), {"x": number, "time": -number}
 
@@ -319,12 +245,11 @@ def test_the_animation_shows_the_first_evaluation_episode(length, monkeypatch):
     monkeypatch.setattr(rp, "play", play)
     monkeypatch.setitem(sys.modules, "gymnax.visualize", SimpleNamespace(Visualizer=visualizer))
     monkeypatch.setattr(os, "environ", {"SDL_VIDEODRIVER": "x11"})
-    rp.animate(args := rp.parse_args(["--eval-episodes", "2"]), "x.gif", "params", "key")
+    rp.animate(rp.parse_args(["--eval-episodes", "2"]), "x.gif", "params", "key")
     assert os.environ == dict.fromkeys(["SDL_VIDEODRIVER", "SDL_AUDIODRIVER"], "dummy")
-    assert played == [args, "params", "key", 2, True]
+    steps = range(min(length, 200))
     env, env_params, frames, rewards, path = shown
     assert (env, env_params) == rp.make_env("CartPole-v1") and path == "x.gif"
-    steps = range(min(length, 200))
     assert frames == [{"x": 2 * t, "time": -2 * t} for t in steps]
     assert [*rewards[: len(steps)]] == [t * (t + 1) for t in steps]
 

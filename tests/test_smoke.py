@@ -7,7 +7,7 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import FLAGS, SCRIPTS, start
+from conftest import SCRIPTS, start
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `pytest &` would ignore it
 

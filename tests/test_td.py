@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FLAGS, adam, report_known_results
+from conftest import adam
 
 equal, close = np.testing.assert_array_equal, np.testing.assert_allclose
 PARALLEL, REPLAY, DECAY = "parallel_td", "replay_td", "epsilon_decay_td"
-SCALE = {
-    "CartPole-v1": [2.4, 3.0, 0.2, 3.0],
-    "MountainCar-v0": [1.2, 0.07],
-    "Acrobot-v1": [1, 1, 1, 1, 6, 12],
-}
+SCALE = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
+SCALE["Acrobot-v1"] = [1, 1, 1, 1, 6, 12]
 
 
 @pytest.fixture(scope="module", params=[PARALLEL, REPLAY, DECAY])
@@ -37,26 +34,13 @@ def one_run(td, flags, **own):
 def test_sizes_by_hand(td):
     """All log intervals have the same number of updates; the run is rounded up for that."""
     for flags, parallel, ring in [  # intervals, updates in each, environment steps in each
-        ("", *[(20, 625, 10_000)] * 2),
         ("--total-timesteps 1000 --log-interval 300", *[(4, 16, 256)] * 2),  # not 63 updates
         ("--total-timesteps 1000 --log-interval 15", *[(63, 1, 16)] * 2),
-        ("--total-timesteps 1000 --log-interval 2000", *[(1, 63, 1008)] * 2),
         ("--num-envs 3 --batch-size 10 --log-interval 4e4", (5, 3334, 40008), (5, 13334, 40002)),
     ]:
         args = td.parse_args(flags.split())
         sizes = args.num_intervals, args.interval_updates, args.interval_timesteps
         assert sizes == (parallel if td.__name__ == PARALLEL else ring)
-
-
-@pytest.mark.parametrize("td", [DECAY], indirect=True)
-def test_epsilon_by_hand(td):
-    for start, decay, steps, by_hand in [
-        (1, 0.999, [0, 1, 1000, 4602, 4603, 10**6], [1, 0.999, 0.36769542, 0.01000868, 0.01, 0.01]),
-        (0.001, 0.5, [0, 1, 10**9], [0.01, 0.01, 0.01]),
-        (1, 0.9999, [0, 10**4], [1, 0.36786104]),
-    ]:
-        args = SimpleNamespace(start_e=start, end_e=0.01, epsilon_decay=jnp.float32(decay))
-        close(td.epsilon(args, jnp.array(steps)), by_hand, rtol=5e-4)
 
 
 def features(sigma, centers, obs):
@@ -78,20 +62,12 @@ def semi_gradient(run, phi_of, weights, next_weights, batch):
 
 
 def test_random_actions_are_as_many_as_epsilon_says_and_of_all_kinds(td):
-    """The greedy action is 2; random ones are 0, 1 and 2, equally often."""
+    """The greedy action is 2; random ones are 0, 1 and 2, equally often (four deviations)."""
     run = one_run(td, "--env-id MountainCar-v0 --num-envs 9000 --num-centers 1", seed=3)
-    run.buffer_size = 1
-
-    def actions(epsilon):
-        run.epsilon = run.start_e = run.end_e = epsilon
-        state = td.init_state(run)._replace(weights=jnp.array([[-1.0, 0.0, 1.0]]))
-        return td.vector_step(run, state, None)[1][0].action
-
-    epsilons = np.array([0.0, 0.6, 1.0])
-    for epsilon, taken in zip(epsilons, jax.jit(jax.vmap(actions))(epsilons), strict=True):
-        expected = epsilon / 3 + np.array([0, 0, 1 - epsilon])
-        deviation = np.sqrt(expected * (1 - expected) / 9000)
-        assert np.all(np.abs(np.bincount(taken) / 9000 - expected) <= 4 * deviation)
+    run.buffer_size, run.epsilon, run.start_e, run.end_e = 1, 0.6, 0.6, 0.6
+    state = td.init_state(run)._replace(weights=jnp.array([[-1.0, 0.0, 1.0]]))
+    _, (transition, _) = jax.jit(partial(td.vector_step, run))(state, None)
+    close(np.bincount(transition.action), [1800, 1800, 5400], atol=4 * (9000 * 0.6 * 0.4) ** 0.5)
 
 
 @pytest.mark.parametrize("td", [REPLAY, DECAY], indirect=True)
@@ -218,18 +194,15 @@ def learn_from_the_past(run):
 
 def greedy_lengths(poles, weights):
     """Steps that six greedy episodes take in Gymnasium. They start as gymnax's wrapper does."""
-    keys = jax.random.split(poles.key, 6)
-    starts, _ = vectorized("reset")(jnp.stack([jax.random.split(key)[0] for key in keys]))
+    keys = jnp.stack([jax.random.split(key)[0] for key in jax.random.split(poles.key, 6)])
     env = gymnasium.make("CartPole-v1", max_episode_steps=LIMIT)
-    env.unwrapped.gravity = 5.0
-    lengths = []
-    for obs in np.array(starts, float):
+    env.unwrapped.gravity, lengths = 5.0, [0] * 6
+    for i, obs in enumerate(np.array(vectorized("reset")(keys)[0], float)):
         env.reset()
-        env.unwrapped.state, over, length = obs, [False], 0
+        env.unwrapped.state, over = obs, [False]
         while not any(over):
             obs, _, *over, _ = env.step(np.argmax(poles.phi_of(obs) @ weights))
-            length += 1
-        lengths.append(length)
+            lengths[i] += 1
     return lengths
 
 
@@ -281,39 +254,6 @@ def test_learning_is_that_of_an_independent_replay(td, monkeypatch):
         close(np.exp(-np.sum(saved**2, axis=1) / 2), poles.phi_of(obs), rtol=1e-5)
         ends |= poles.ends
     assert ends >= {(True, False), (False, True)}  # terminated, truncated
-
-
-def test_a_sweep_is_printed_drawn_and_saved(td, capsys, monkeypatch, tmp_path):
-    """All numbers are known. In some lines no episode ended, in a run or in any."""
-    nan, errors, flags = np.nan, np.array([0.5, 1, 1.5, 2]), FLAGS[td.__name__ + ".py"]
-    returns = np.array([[nan] * 4, [20, nan, 30, nan], [20, 30, 40, 50]])
-    intervals = [{"returns": row, "td_error": errors, "q_value": 32 * errors} for row in returns]
-    features = td.Features(np.eye(4, 3), np.arange(24).reshape(4, 3, 2))
-    state = SimpleNamespace(features=features, weights=np.ones((4, 2, 5)))
-    greedy = np.array([[2, 4], [3, 5], [4, 6], [6, 8]])
-    monkeypatch.chdir(tmp_path)
-    known = f"{flags} --batch-size 4", state, intervals, greedy
-    results, drawn = report_known_results(td, monkeypatch, *known)
-    assert (
-        capsys.readouterr().out
-        == """\
-CartPole-v1, 4 runs on 2 x cpu
-compiled in 3.2 s
-step 24  return nan  td_error 1.250  q_value 40.00  96 steps/s
-step 48  return 25.0  td_error 1.250  q_value 40.00  64 steps/s
-step 72  return 35.0  td_error 1.250  q_value 40.00  41 steps/s
-gamma 0.5  greedy return 3.5  worst run 3.0
-gamma 0.75  greedy return 6.0  worst run 5.0
-"""
-    )
-    np.testing.assert_equal(drawn, [[24, 48, 72], returns])
-    equal(results["returns"], returns)
-    equal(results["td_error"], [errors] * 3)
-    equal(results["q_value"], [32 * errors] * 3)
-    equal(results["greedy_return"], greedy)
-    equal(results["weights"], state.weights)
-    equal(results["inverse_scale"], features.inverse_scale)
-    equal(results["centers"], features.centers.swapaxes(1, 2))
 
 
 def test_a_scale_of_the_wrong_length_is_an_error(td, monkeypatch):
