@@ -50,17 +50,16 @@ def start(folder, script, flags, **env):
 @pytest.fixture(scope="session", autouse=True)
 def started(request, tmp_path_factory):
     """Folder and process of each script: test_smoke.py waits for them. That saves half a minute."""
-    sweep, processes = "--num-seeds 2 --gamma 0.5 0.9 --plot curve.png", {}
-    own = {"mountaincar_env.py": "", "reinforce_parallel.py": f"{sweep} --gif episode.gif --seed 3"}
+    wanted, processes = {item.name for item in request.session.items}, {}
     for script in SCRIPTS:
-        if f"test_runs_alone_in_an_empty_folder[{script}]" in {
-            i.name for i in request.session.items
-        }:
-            folder, flags = (
-                tmp_path_factory.mktemp("run"),
-                f"{FLAGS[script]} {own.get(script, sweep)}",
-            )
-            processes[script] = folder, start(folder, script, f"{flags} --save run.npz")
+        flags = f"{FLAGS[script]} --save run.npz"
+        if script != "mountaincar_env.py":
+            flags += " --num-seeds 2 --gamma 0.5 0.9 --plot curve.png"
+        if script == "reinforce_parallel.py":
+            flags += " --gif episode.gif --seed 3"
+        if f"test_runs_alone_in_an_empty_folder[{script}]" in wanted:
+            folder = tmp_path_factory.mktemp("run")
+            processes[script] = folder, start(folder, script, flags)
     return processes
 
 

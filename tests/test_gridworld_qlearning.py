@@ -141,7 +141,7 @@ def test_whole_table_equals_value_iteration(start, goal, monkeypatch, capsys):
     np.testing.assert_allclose(results["q_table"][0], exact, atol=1e-5)
     steps = 1 + round(np.log(exact[start].max()) / np.log(0.8))
     assert results["greedy_steps"] == steps
-    assert f"value of the start {exact[start].max():.5f}  goal" in capsys.readouterr().out
+    assert f"value of the start {exact[start].max():.5f}  1 of 1" in capsys.readouterr().out
 
 
 def test_default_runs_are_exact_at_the_start_and_the_same_alone(monkeypatch):
