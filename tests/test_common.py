@@ -179,16 +179,15 @@ def test_the_figure_shows_the_returns(script, tmp_path, monkeypatch):
         runs = slice(2 * i, 2 * i + 2)
         equal([line.get_xdata() for line in drawn], [*x[runs], middles[i]])
         equal([line.get_ydata() for line in drawn], [*returns.T[runs], medians[i]])
-        assert {(line.get_color(), line.get_marker()) for line in drawn} == {
-            (to_rgba(f"C{i}"), ".")
-        }
-        *thin, bold = [line.get_linewidth() for line in drawn]
-        assert max(thin) < 1 < bold
+        looks = {(line.get_color(), line.get_marker()) for line in drawn}
+        assert looks == {(to_rgba(f"C{i}"), ".")}
+        assert drawn[0].get_linewidth() < 1 < drawn[2].get_linewidth()
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert texts == ["median  gamma 0.1", "median  gamma 0.3"]
-    assert axes.get_xlabel() == "environment steps"
-    assert axes.get_ylabel() == "return of training episodes"
-    assert axes.xaxis.get_major_formatter()(100_000) == "100k"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (
+        "environment steps",
+        "return of training episodes",
+    )
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     script.plot("x.png", [""], steps, returns)
     assert not plt.get_fignums()

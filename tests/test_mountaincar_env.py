@@ -88,17 +88,20 @@ def run(flags, *files):
     return car.main([*flags.split(), *map(str, files)])
 
 
-def test_no_key_is_used_twice_and_no_step_is_kept_without_save():
-    args = car.parse_args("--num-envs 4 --total-timesteps 1".split())
+def test_no_key_is_used_twice():
+    args = car.parse_args("--num-envs 4 --total-timesteps 1 --save x.npz".split())
     args.device_envs = 4
-
-    def roll(device):
-        return car.rollout(args, car.init_state(args, device))
-
-    assert jax.eval_shape(roll, jnp.array([0]))[1] is None
-    args.save = "x.npz"
     with jax.debug_key_reuse(True):
-        jax.jit(roll).trace(jnp.array([0]))
+        jax.jit(lambda device: car.rollout(args, car.init_state(args, device))).trace(
+            jnp.array([0])
+        )
+
+
+def test_double_precision_is_taken():
+    """JAX_ENABLE_X64=1 stopped the second line."""
+    with jax.enable_x64(True):
+        results = run("--num-envs 2 --total-timesteps 1200 --log-interval 400")
+    assert results["episodes"].tolist() == [2, 2, 2]
 
 
 class Costly(car.MountainCar):
@@ -177,30 +180,22 @@ def test_saved_arrays_are_one_trajectory_per_environment(rollout):
     assert uniform_starts(starts)
 
 
-def chi_square(counts):
-    return np.sum((counts - counts.mean()) ** 2) / counts.mean()
-
-
 def test_actions_are_what_the_policy_says(rollout):
-    """Random ones: equally many, and nothing else is correlated with them.
-
-    That is: other cars, other steps, the first start, and the start that follows an action.
-    """
+    """Random ones: equally many, and correlated with no other car, step or start."""
     policy, _, _, saved = rollout
-    action = saved["action"]
+    obs, action, done = saved["obs"], saved["action"], saved["truncated"][:-1]
     if policy == "rocking":
-        np.testing.assert_array_equal(action, np.where(saved["obs"][..., 1] < 0, 0, 2))
+        np.testing.assert_array_equal(action, np.where(obs[..., 1] < 0, 0, 2))
         return
-    assert chi_square(np.bincount(action.ravel())) < 13.8  # 99.9 % point
+    counts = np.bincount(action.ravel())
+    assert np.all(np.abs(counts / action.size - 1 / 3) < 4 * (2 / 9 / action.size) ** 0.5)
     assert np.abs(np.corrcoef(action.T) - np.eye(999)).max() < 5.5 / 1200**0.5
-    first = saved["obs"][0, :, 0]
-    assert np.abs(np.corrcoef(first, action)[0, 1:]).max() < 5.5 / 999**0.5
     assert np.abs(np.corrcoef(action) - np.eye(1200)).max() < 5.5 / 999**0.5
-    done = saved["truncated"][:-1]
-    position, chosen, later = saved["obs"][1:][done][:, 0], action[:-1][done], action[1:][done]
-    for other in chosen, later:
-        tercile = np.clip((position + 0.6) / 0.2 * 3, 0, 2.9).astype(int)
-        assert chi_square(np.histogram2d(other, tercile, bins=3)[0]) < 26.1  # 99.9 % point
+    assert np.abs(np.corrcoef(obs[0, :, 0], action)[0, 1:]).max() < 5.5 / 999**0.5
+    start, ended = obs[1:][done][:, 0], len(obs[1:][done])  # after an episode
+    for other in action[:-1][done], action[1:][done]:
+        for kind in range(3):
+            assert abs(np.corrcoef(start, other == kind)[0, 1]) < 4 / ended**0.5
 
 
 def test_one_car_needs_one_device_unless_the_job_has_more(capsys, monkeypatch):
@@ -244,11 +239,8 @@ def test_a_random_environment_differs_between_cars_and_steps(tmp_path, monkeypat
         assert abs(np.corrcoef(noise.ravel(), other.ravel())[0, 1]) < 4 / 100
 
 
-def test_save_refuses_more_than_it_can_hold(tmp_path, monkeypatch):
+def test_save_refuses_more_than_it_can_hold():
     """Steps are counted after rounding: 1e8 steps of 999 cars are more than 1e8."""
-    monkeypatch.chdir(tmp_path)
     car.parse_args("--save x.npz --num-envs 1000 --total-timesteps 1e8".split())
-    for more in ("1000 --total-timesteps 100000001", "999 --total-timesteps 1e8"):
-        car.parse_args(f"--num-envs {more}".split())
-        with pytest.raises(SystemExit):
-            car.parse_args(f"--save x.npz --num-envs {more}".split())
+    with pytest.raises(SystemExit):
+        car.parse_args("--save x.npz --num-envs 999 --total-timesteps 1e8".split())
