@@ -303,8 +303,10 @@ def main(argv=None):
     args = parse_args(argv)
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
-    num_devices = jax.device_count() if args.distributed else min(args.num_envs, jax.device_count())
-    args.device_envs = math.ceil(args.num_envs / num_devices)  # surplus cars fill the last device
+    num_devices = jax.device_count()
+    args.device_envs = math.ceil(args.num_envs / num_devices)  # surplus cars fill the last devices
+    if not args.distributed:  # then no more devices than needed
+        num_devices = math.ceil(args.num_envs / args.device_envs)
     device_kind = jax.devices()[0].device_kind
     print(f"{args.num_envs:,} x {MountainCar.name} on {num_devices} x {device_kind}")
 
@@ -347,7 +349,7 @@ def main(argv=None):
         arrays = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *trajectory)
         results |= {name: array.swapaxes(0, 1) for name, array in arrays.items()}  # (T, N, ...)
         if jax.process_index() == 0:
-            np.savez(args.save, **results)
+            np.savez(args.save, allow_pickle=False, **results)
     return results
 
 

@@ -73,7 +73,7 @@ def replay(seed, learning_rate, gamma, epsilon):
 
 
 def test_learning_is_that_of_an_independent_replay(monkeypatch):
-    """A sweep of all flags. Halves are exact in float32 (but for 1e-45). Five blocks are three times two.
+    """A sweep of all flags. Halves are exact but for 1e-45. Five blocks are three times two.
 
     Episodes last longer than an interval where nothing is learned. Their earlier steps count.
     """
