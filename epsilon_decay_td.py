@@ -386,16 +386,16 @@ def plot(path, labels, timesteps, returns):
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
-    plt.figure()
+    plt.figure(layout="constrained")
     settings = np.split(returns, len(labels), axis=1)
     for i, (label, curves) in enumerate(zip(labels, settings, strict=True)):
         median = jnp.nanmedian(curves, axis=1)  # NumPy's would warn if all are nan
-        plt.plot(timesteps, curves, f"C{i}.-", linewidth=0.5, markersize=1)
+        plt.plot(timesteps, curves, f"C{i}.-", linewidth=0.5, markersize=1, alpha=0.3)
         plt.plot(timesteps, median, f"C{i}.-", linewidth=2, label=f"median  {label}".strip())
     plt.gca().xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
     plt.xlabel("environment steps")
     plt.ylabel("return of training episodes")
-    plt.legend()
+    plt.figlegend(loc="outside upper center", fontsize="small")
     plt.savefig(path)
     plt.close()
 

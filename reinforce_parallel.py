@@ -355,16 +355,16 @@ def plot(path, labels, timesteps, returns):
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
-    plt.figure()
+    plt.figure(layout="constrained")
     settings = [np.split(array, len(labels), axis=1) for array in (timesteps, returns)]
     for i, (label, x, y) in enumerate(zip(labels, *settings, strict=True)):
-        plt.plot(x, y, f"C{i}.-", linewidth=0.5, markersize=1)
+        plt.plot(x, y, f"C{i}.-", linewidth=0.5, markersize=1, alpha=0.3)
         x, y = np.median(x, axis=1), np.median(y, axis=1)
         plt.plot(x, y, f"C{i}.-", linewidth=2, label=f"median  {label}".strip())
     plt.gca().xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
     plt.xlabel("environment steps")
     plt.ylabel("return of training episodes")
-    plt.legend()
+    plt.figlegend(loc="outside upper center", fontsize="small")
     plt.savefig(path)
     plt.close()
 

@@ -82,6 +82,13 @@ def test_values_are_taken_or_refused_by_name(script, capsys, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_the_defaults(script, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(script[:-3]).parse_args(["--help"])
+    assert capsys.readouterr().out.split().count("(default:") == len(flags(script))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_distributed_from_python_is_one_error_where_nothing_is_initialized(script, capsys):
     error = refusal(script, ["--distributed"], capsys)
     assert error == "--distributed: from Python, call jax.distributed.initialize() first\n"

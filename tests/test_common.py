@@ -182,7 +182,7 @@ def test_the_figure_shows_the_returns(script, tmp_path, monkeypatch):
         looks = {(line.get_color(), line.get_marker()) for line in drawn}
         assert looks == {(to_rgba(f"C{i}"), ".")}
         assert drawn[0].get_linewidth() < 1 < drawn[2].get_linewidth()
-    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    texts = [text.get_text() for text in axes.figure.legends[0].get_texts()]
     assert texts == ["median  gamma 0.1", "median  gamma 0.3"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == (
         "environment steps",
