@@ -129,22 +129,18 @@ def test_no_key_is_used_twice(script):
 
 
 @each(LEARNERS)
-@pytest.mark.parametrize(
-    ("devices", "runs", "needed", "length", "of_a_job"),
-    [(16, 20, 10, 20, 32), (4, 1, 1, 1, 4), (4, 6, 3, 6, 8), (4, 7, 4, 8, 8), (2, 7, 2, 8, 8)],
-)
-def test_runs_are_spread_over_no_more_devices_than_needed(
-    script, devices, runs, needed, length, of_a_job, monkeypatch
-):
+def test_runs_are_spread_over_no_more_devices_than_needed(script, monkeypatch):
     """Copies of the last run fill them. A job uses all of its devices."""
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    values = {"seed": np.arange(runs), "gamma": np.arange(runs) ** 2}
-    for in_a_job, used, total in (False, needed, length), (True, devices, of_a_job):
-        num_devices, padded = script.spread(values, in_a_job)
-        expected = np.minimum(np.arange(total), runs - 1)
-        equal(padded["seed"], expected)
-        equal(padded["gamma"], expected**2)
-        assert num_devices == used
+    for devices, runs, needed, length, of_a_job in [
+        *[(16, 20, 10, 20, 32), (4, 1, 1, 1, 4)],
+        *[(4, 6, 3, 6, 8), (4, 7, 4, 8, 8), (2, 7, 2, 8, 8)],
+    ]:
+        monkeypatch.setattr(jax, "device_count", lambda devices=devices: devices)
+        values = {"seed": np.arange(runs), "gamma": np.arange(runs) ** 2}
+        for in_a_job, used, total in (False, needed, length), (True, devices, of_a_job):
+            num_devices, padded = script.spread(values, in_a_job)
+            equal(padded["gamma"], np.minimum(np.arange(total), runs - 1) ** 2)
+            assert num_devices == used
 
 
 @each(SCRIPTS)

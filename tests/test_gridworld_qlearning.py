@@ -142,9 +142,7 @@ def test_whole_table_equals_value_iteration(start, goal, monkeypatch, capsys):
 
 def test_default_runs_are_exact_at_the_start_and_the_same_alone(monkeypatch):
     """A run has the same bits alone, in batches of 3 on two devices, and in longer intervals."""
-    alone = run("--seed 3 --log-interval 1e9")
-    assert alone["greedy_steps"] == 18
-    assert abs(alone["q_table"][0, 7, 11].max() - 0.9**17) < 1e-5
+    assert abs(run("--seed 3")["q_table"][0, 7, 11].max() - 0.9**17) < 1e-5
     monkeypatch.setattr(grid, "MAX_BATCH", 3)
     monkeypatch.setattr(grid, "MIN_BATCH", 0)
     many = run("--num-seeds 7 --total-timesteps 1e4 --log-interval 5000")

@@ -97,13 +97,6 @@ def test_no_key_is_used_twice():
         )
 
 
-def test_double_precision_is_taken():
-    """JAX_ENABLE_X64=1 stopped the second line."""
-    with jax.enable_x64(True):
-        results = run("--num-envs 2 --total-timesteps 1200 --log-interval 400")
-    assert results["episodes"].tolist() == [2, 2, 2]
-
-
 class Costly(car.MountainCar):
     """A push to the right costs 3, no push 2, a push to the left 1."""
 
@@ -199,14 +192,15 @@ def test_actions_are_what_the_policy_says(rollout):
 
 
 def test_one_car_needs_one_device_unless_the_job_has_more(capsys, monkeypatch):
-    """In the first 100 steps no episode ends. Without --save no step is kept."""
-    results = run("--num-envs 1 --total-timesteps 1")
+    """An episode ends in the second line. JAX_ENABLE_X64=1 stopped a run there."""
+    with jax.enable_x64(True):
+        results = run("--num-envs 1 --total-timesteps 300 --log-interval 100")
     printed = capsys.readouterr().out
     assert printed.startswith("1 x MountainCar-v0 on 1 x ")
     assert "\nstep 100  episodes 0  at the goal nan%  return nan  " in printed
-    assert "obs" not in results and results["timesteps"].tolist() == [100]
+    assert "obs" not in results and results["episodes"].tolist() == [0, 1, 0]
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    assert run("--num-envs 1 --total-timesteps 200 --distributed")["episodes"].tolist() == [1]
+    run("--num-envs 1 --total-timesteps 1 --distributed")
     assert f" on {jax.device_count()} x " in capsys.readouterr().out
 
 

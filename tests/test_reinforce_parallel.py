@@ -1,8 +1,6 @@
 """reinforce_parallel.py against NumPy, exact gradients by enumeration, and Gymnasium."""
 
 import itertools
-import os
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -222,31 +220,6 @@ def test_truncation_learns_nothing_from_equal_rewards():
     flags = "--sync truncation --num-iterations 3 --num-envs 4 --eval-episodes 2 --learning-rate"
     still, moved = rp.main([*flags.split(), "0", "0.1"])["w1"]
     np.testing.assert_array_equal(still, moved)
-
-
-@pytest.mark.parametrize("length", [3, 250])
-def test_the_animation_shows_the_first_evaluation_episode(length, monkeypatch):
-    """Up to its end, and at most 200 steps. Episodes are made up of numbers."""
-    shown, number = [], np.arange(300 * 2).reshape(300, 2)
-
-    def play(args, params, key, num_envs, greedy):
-        assert (params, key, num_envs, greedy) == ("params", "key", args.eval_episodes, True)
-        mask = np.stack([np.arange(300) < length, np.ones(300, bool)], axis=1)
-        return rp.Batch(None, None, reward=number, mask=mask), {"x": number, "time": -number}
-
-    def visualizer(*call):
-        return SimpleNamespace(animate=lambda path: shown.extend([*call, path]))
-
-    monkeypatch.setattr(rp, "play", play)
-    monkeypatch.setitem(sys.modules, "gymnax.visualize", SimpleNamespace(Visualizer=visualizer))
-    monkeypatch.setattr(os, "environ", {"SDL_VIDEODRIVER": "x11"})
-    rp.animate(rp.parse_args(["--eval-episodes", "2"]), "x.gif", "params", "key")
-    assert os.environ == dict.fromkeys(["SDL_VIDEODRIVER", "SDL_AUDIODRIVER"], "dummy")
-    steps = range(min(length, 200))
-    env, env_params, frames, rewards, path = shown
-    assert (env, env_params) == rp.make_env("CartPole-v1") and path == "x.gif"
-    assert frames == [{"x": 2 * t, "time": -2 * t} for t in steps]
-    assert [*rewards[: len(steps)]] == [t * (t + 1) for t in steps]
 
 
 def test_learns():

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 from conftest import SCRIPTS, start
+from PIL import Image
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `pytest &` would ignore it
 
@@ -28,6 +29,8 @@ def test_runs_alone_in_an_empty_folder(script, started):
     files = {args[name] for name in ("save", "plot", "gif") if name in args}
     assert {path.name for path in folder.iterdir()} == {script, *files}
     assert all((folder / name).stat().st_size > 2000 for name in files)
+    if "gif" in args:  # a frame for each step, and each step of CartPole-v1 has a reward of 1
+        assert Image.open(folder / args["gif"]).n_frames == saved["greedy_return"][0, 0]
 
 
 def test_ctrl_c_ends_with_a_report(tmp_path):
