@@ -137,7 +137,9 @@ def test_whole_table_equals_value_iteration(start, goal, monkeypatch, capsys):
     np.testing.assert_allclose(results["q_table"][0], exact, atol=1e-5)
     steps = 1 + round(np.log(exact[start].max()) / np.log(0.8))
     assert results["greedy_steps"] == steps
-    assert f"value of the start {exact[start].max():.5f}  1 of 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith("grid world, 1 run on 1 x ")
+    assert f"value of the start {exact[start].max():.5f}  1 of 1" in printed
 
 
 def test_default_runs_are_exact_at_the_start_and_the_same_alone(monkeypatch):

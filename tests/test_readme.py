@@ -35,7 +35,7 @@ def run_patched(script, recipe, flags, folder):
 
 
 def test_sarsa_learns(tmp_path):
-    """It takes the risk of random actions into account: the start is worth less than 0.9**17."""
+    """It takes the risk of random actions into account: the start is worth less than 0.167."""
     last = run_patched("gridworld_qlearning.py", SARSA, "", tmp_path)
     assert "1 of 1 greedy agents reach the goal" in last and 0.1 < float(last.split()[4]) < 0.16
 

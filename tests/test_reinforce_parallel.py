@@ -222,5 +222,6 @@ def test_truncation_learns_nothing_from_equal_rewards():
     np.testing.assert_array_equal(still, moved)
 
 
-def test_learns():
+def test_learns(capsys):
     assert rp.main("--seed 6 --log-interval 1e9".split())["greedy_return"].mean() >= 475
+    assert capsys.readouterr().out.startswith("CartPole-v1, 1 run on 1 x ")
