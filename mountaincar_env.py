@@ -229,7 +229,7 @@ COMPILER_OPTIONS = {  # on a CPU
 def over_devices(function, num_devices):
     """Compile a function of the cars of one device for all N cars."""
     mesh = jax.make_mesh((num_devices,), ("envs",), axis_types=(jax.sharding.AxisType.Auto,))
-    # No check_vma: cars do not communicate, and the check rejects loops that start from constants.
+    # No check_vma: cars do not communicate, and the check rejects constant states to start from.
     shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
     sharded = shard(function, in_specs=jax.P("envs"), out_specs=jax.P("envs"))
     on_cpu = jax.default_backend() == "cpu"
