@@ -165,8 +165,7 @@ def test_the_figure_shows_the_returns(script, tmp_path, monkeypatch):
     if script.__name__ != "reinforce_parallel":
         steps, middles = np.array([10, 20]), [[10, 20], [10, 20]]
         returns, medians = np.array([[nan, nan, nan, 8], [7, 5, 1, 6]]), [[nan, 6], [8, 3.5]]
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with monkeypatch.context() as patch, warnings.catch_warnings(action="error"):
         patch.setattr(plt, "close", lambda: None)
         script.plot("x.png", ["gamma 0.1", "gamma 0.3"], steps, returns)
     axes, _ = plt.gca(), plt.close()

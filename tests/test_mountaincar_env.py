@@ -91,10 +91,9 @@ def run(flags, *files):
 def test_no_key_is_used_twice():
     args = car.parse_args("--num-envs 4 --total-timesteps 1 --save x.npz".split())
     args.device_envs = 4
+    init, roll = (jax.jit(partial(function, args)) for function in (car.init_state, car.rollout))
     with jax.debug_key_reuse(True):
-        jax.jit(lambda device: car.rollout(args, car.init_state(args, device))).trace(
-            jnp.array([0])
-        )
+        jax.jit(lambda device: roll(init(device))).trace(jnp.array([0]))
 
 
 class Costly(car.MountainCar):

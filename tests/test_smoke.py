@@ -52,11 +52,10 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize(("script", "devices", "used", "flags"), JOBS, ids=["grid", "car"])
-def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(
-    script, devices, used, flags, tmp_path
-):
+@pytest.mark.parametrize("job", JOBS, ids=["grid", "car"])
+def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(job, tmp_path):
     """Seven runs, or cars, do not divide evenly: the surplus that fills the devices is cut."""
+    script, devices, used, flags = job
     one = start(tmp_path, script, f"{flags} --save one.npz", JAX_NUM_CPU_DEVICES=devices)
     slurm = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": 2, "JAX_NUM_CPU_DEVICES": 2}
     slurm |= {"SLURM_JOB_ID": os.getpid()}  # jax takes its port from this number
