@@ -153,6 +153,11 @@ def test_default_runs_are_exact_at_the_start_and_the_same_alone(monkeypatch):
     equal(alone["q_table"][0], many["q_table"][6])
 
 
+def test_where_no_episode_ends_there_is_no_mean():
+    results = run("--grid-size 30 30 --total-timesteps 1000")
+    assert np.isnan([*results["returns"], *results["steps_per_episode"]]).all()
+
+
 @pytest.mark.parametrize("runs", [63, 64, 128, 129, 300])
 def test_runs_at_once_by_hand(runs, monkeypatch):
     """On a CPU one after the other, or at most 128; on a GPU all."""
