@@ -50,7 +50,7 @@ ENV_FLAGS = {
 
 # Sweeps, and the loop over commands that each replaces. README.md shows the first.
 SWEEPS = [
-    ("parallel_td.py", {"--learning-rate": "0.02 0.06 0.2", "--sigma": "0.3 0.5 0.8"}),
+    ("parallel_td.py", {"--learning-rate": "0.02 0.2", "--sigma": "0.3 0.5"}),
     ("reinforce_parallel.py", {"--learning-rate": "0.02 0.1", "--gamma": "0.95 0.99 1"}),
     ("gridworld_qlearning.py", {"--learning-rate": "0.1 0.5", "--epsilon": "0.1 0.3"}),
 ]
