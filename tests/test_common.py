@@ -38,9 +38,9 @@ def test_a_sweep_is_printed_drawn_and_saved(script, capsys, monkeypatch):
     Tables of the grid world are shown for four of five settings. Of nine (15) runs on two devices,
     the last has a copy. The clock shows 3.25 s for compiling, then intervals of 1, 2 and 4 s.
     """
-    drawn, name, values, grid = [], "learning_rate", [0, 0.3, 1], ""
+    drawn, name, values, grid = [], "learning_rate", [0, 0.125, 1], ""
     if script.__name__ == "gridworld_qlearning":
-        name, values, grid = "gamma", [0, 0.25, 0.5, 0.75, 1], "--grid-size 2 3"
+        name, values, grid = "gamma", [0, 0.125, 0.5, 0.75, 1], "--grid-size 2 3"
     monkeypatch.setattr(script, "plot", lambda *call: drawn.extend(call))
     monkeypatch.setattr(script, "animate", None, raising=False)  # without --gif, it is not called
     monkeypatch.setattr(script, "time", clock(10, 13.25, 20, 21, 30, 32, 40, 44))
