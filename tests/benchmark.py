@@ -325,10 +325,12 @@ def picture(curves):
 
 
 def table(head, rows):
-    """Format rows as a Markdown table."""
+    """Format rows as a Markdown table. Also print it, in case a later measurement fails."""
     lines = [head, ["---"] * len(head), *rows]
     cells = [[str(cell).replace("|", r"\|") for cell in line] for line in lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
+    text = "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
+    print(text, flush=True)
+    return text
 
 
 def learning():
@@ -577,10 +579,11 @@ def grid_world():
     args = json.loads(str(saved["args"]))
     values = saved["q_table"][:, -1, -1].max(axis=-1)  # the start is the last cell
     exponent = sum(args["grid_size"]) - 3  # the shortest path has one step more
-    exact = args["gamma"] ** exponent
+    [gamma] = args["gamma"]
+    exact = gamma**exponent
     error = np.abs(values - exact).max()
     return f"""`{lines[-1]}`.
-The exact value is {args["gamma"]}^{exponent} = {exact:.5f}. The largest error is {error:.0e}.
+The exact value is {gamma}^{exponent} = {exact:.5f}. The largest error is {error:.0e}.
 """
 
 

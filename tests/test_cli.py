@@ -79,6 +79,8 @@ def test_values_are_taken_or_refused_by_name(script, capsys, tmp_path, monkeypat
             assert re.search(ALLOWED, error or "taken"), f"{script} {flag} {value}: {error}"
             assert flag in error or f" {words[-1]}" in f" {error}"
     assert len([*tmp_path.iterdir()]) == 7
+    if script == "reinforce_parallel.py":  # a baseline from other episodes
+        assert "int in [2, " in refusal(script, ["--num-envs", "1"], capsys)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
