@@ -14,7 +14,8 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 SCRIPTS = [*TRIO, "gridworld_qlearning.py", "mountaincar_env.py", "reinforce_parallel.py"]
-USER_ENV = dict(os.environ)  # copied before an imported script adds its settings
+# Copied before an imported script adds its settings. Output is buffered, as it is for most users.
+USER_ENV = os.environ | {"PYTHONUNBUFFERED": ""}
 
 # Three log intervals. Numbers differ where they can: what is confused with another one shows.
 TD = "--num-envs 4 --num-centers 30 --eval-episodes 6 --total-timesteps 70 --log-interval 22"
