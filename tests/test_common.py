@@ -98,6 +98,7 @@ def test_ctrl_c_before_the_first_line_is_an_error(script, monkeypatch):
 @each(SCRIPTS)
 def test_ctrl_c_in_a_distributed_job_is_an_error(script, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # for a program that is compiled already
     press_ctrl_c(2, script, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         script.main([*script.flags, "--distributed"])
