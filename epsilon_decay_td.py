@@ -21,8 +21,8 @@ No gradient flows through the target: this is semi-gradient Q-learning (section 
 state cuts the bootstrap, a time limit does not (Pardo et al. 2018). The learning rate falls
 linearly to 0, so that the weights settle; the last weights are the result.
 
-    python epsilon_decay_td.py                                                # one run
-    python epsilon_decay_td.py --end-e 0 0.25 --num-seeds 20 --plot curve.png # forty, on all cores
+    python epsilon_decay_td.py                                                 # one run
+    python epsilon_decay_td.py --end-e 0 0.25 --num-seeds 20 --plot curve.png  # forty, all cores
 
 Shapes: R runs, K log intervals, U vector steps, C transitions in the ring, N environments,
 B transitions in a batch, E evaluation episodes, D observation dimensions, F features, A actions.
@@ -198,8 +198,8 @@ def train_step(args, state, _):
     state = state._replace(key=key, buffer=buffer, written=state.written + args.num_envs)
 
     stored = jnp.minimum(state.written, args.buffer_size)
-    slots = (jax.random.uniform(key_batch, args.batch_size) * stored).astype(int)
-    batch = jax.tree.map(lambda ring: ring[slots], buffer)
+    chosen = (jax.random.uniform(key_batch, args.batch_size) * stored).astype(int)
+    batch = jax.tree.map(lambda ring: ring[chosen], buffer)
     gradient = jax.grad(td_loss, argnums=1, has_aux=True)
     grad, metrics = gradient(args, state.weights, state.target_weights, state.features, batch)
     updates, opt_state = optimizer(args).update(grad, state.opt_state)

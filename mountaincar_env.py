@@ -324,8 +324,9 @@ def main(argv=None):
             state, kept = roll(state)
             sums = gather(state.sums, args.num_envs)  # waits for it; Ctrl-C is raised here
             seconds += time.perf_counter() - began
-            episodes, goals, returns = (jnp.sum(array) for array in sums)  # NumPy's would warn,
-            means = {"goals": goals / episodes, "returns": returns / episodes}  # if none ended
+            # If no episode ended, the means are nan. NumPy would also print a warning.
+            episodes, goals, returns = (jnp.sum(array) for array in sums)
+            means = {"goals": goals / episodes, "returns": returns / episodes}
             trajectory.append(gather(kept, args.num_envs))
             history.append({"episodes": episodes, **means})
             print(

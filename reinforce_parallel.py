@@ -375,9 +375,13 @@ def animate(args, path, params, key):
     from gymnax.visualize import Visualizer
 
     batch, env_states = play(args, params, key, args.eval_episodes, greedy=True)
-    steps = range(min(200, np.sum(batch.mask[:, 0])))
-    frames = [jax.tree.map(lambda array, t=t: array[t, 0], env_states) for t in steps]
-    Visualizer(*make_env(args.env_id), frames, np.cumsum(batch.reward[:, 0])).animate(path)
+
+    def state_at(step):
+        return jax.tree.map(lambda array: array[step, 0], env_states)
+
+    num_frames = min(200, np.sum(batch.mask[:, 0]))
+    states = [state_at(step) for step in range(num_frames)]
+    Visualizer(*make_env(args.env_id), states, np.cumsum(batch.reward[:, 0])).animate(path)
 
 
 def main(argv=None):

@@ -191,8 +191,8 @@ def train_step(args, state, _):
     state = state._replace(key=key, buffer=buffer, written=state.written + args.num_envs)
 
     stored = jnp.minimum(state.written, args.buffer_size)
-    slots = (jax.random.uniform(key_batch, args.batch_size) * stored).astype(int)
-    batch = jax.tree.map(lambda ring: ring[slots], buffer)
+    chosen = (jax.random.uniform(key_batch, args.batch_size) * stored).astype(int)
+    batch = jax.tree.map(lambda ring: ring[chosen], buffer)
     gradient = jax.grad(td_loss, argnums=1, has_aux=True)
     grad, metrics = gradient(args, state.weights, state.target_weights, state.features, batch)
     updates, opt_state = optimizer(args).update(grad, state.opt_state)
