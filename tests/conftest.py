@@ -1,4 +1,4 @@
-"""What the tests share: where the scripts are, flags of short runs, and a clock."""
+"""What the tests share: where the scripts are, flags of short runs, and Adam."""
 
 import atexit
 import os
@@ -7,7 +7,6 @@ import sys
 import tempfile
 from pathlib import Path
 from subprocess import PIPE, Popen
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -17,24 +16,27 @@ SCRIPTS = [*TRIO, "gridworld_qlearning.py", "mountaincar_env.py", "reinforce_par
 # Copied before an imported script adds its settings. Output is buffered, as it is for most users.
 USER_ENV = os.environ | {"PYTHONUNBUFFERED": ""}
 
-# Three log intervals. Numbers differ where they can: what is confused with another one shows.
+# Three log intervals, a sweep. Numbers differ where they can: what is confused with another shows.
+RATES = "--num-seeds 3 --learning-rate 0 0.125 1"
 TD = "--num-envs 4 --num-centers 30 --eval-episodes 6 --total-timesteps 70 --log-interval 22"
-FLAGS = dict.fromkeys(TRIO, f"{TD} --learning-starts 20 --buffer-size 50") | {
-    "parallel_td.py": TD,
-    "gridworld_qlearning.py": "--total-timesteps 8600 --log-interval 2900 --grid-size 20 25",
+FLAGS = dict.fromkeys(TRIO, f"{TD} {RATES} --learning-starts 20 --buffer-size 50") | {
+    "parallel_td.py": f"{TD} {RATES}",
+    "gridworld_qlearning.py": "--total-timesteps 8600 --log-interval 2900 --grid-size 2 3"
+    " --num-seeds 3 --gamma 0 0.125 0.5 0.75 1",
     "mountaincar_env.py": "--num-envs 3 --total-timesteps 700 --log-interval 250",
     "reinforce_parallel.py": "--num-envs 2 --hidden-size 6 --eval-episodes 8"
-    " --num-iterations 11 --log-interval 4",
+    f" --num-iterations 11 --log-interval 4 {RATES}",
 }
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
-os.environ.setdefault("XLA_FLAGS", "")  # or the first script imported would decide for all
+# Scripts name the level of their programs, except the car; everything else compiles faster.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 # Tests compile the same programs over and over: in this process, each is compiled once.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = tempfile.mkdtemp()
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 import pytest
@@ -42,7 +44,8 @@ import pytest
 
 def start(folder, script, flags, **env):
     """Start a copy of a script in a folder of its own, as a user would."""
-    shutil.copy(ROOT / script, folder)
+    if not (folder / script).exists():  # another process may be reading it
+        shutil.copy(ROOT / script, folder)
     env = USER_ENV | {name: str(value) for name, value in env.items()}
     command = [sys.executable, script, *flags.split()]
     return Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=PIPE, text=True)
@@ -55,18 +58,13 @@ def started(request, tmp_path_factory):
     for script in SCRIPTS:
         flags = f"{FLAGS[script]} --save run.npz"
         if script != "mountaincar_env.py":
-            flags += " --num-seeds 2 --gamma 0.5 0.9 --plot curve.png"
+            flags += " --plot curve.png"
         if script == "reinforce_parallel.py":
-            flags += " --gif episode.gif --seed 3"
+            flags += " --gif episode.gif --seed 4"  # of ten steps
         if f"test_runs_alone_in_an_empty_folder[{script}]" in wanted:
             folder = tmp_path_factory.mktemp("run")
             processes[script] = folder, start(folder, script, flags)
     return processes
-
-
-def clock(*seconds):
-    """Replace the module `time`: its clock shows these seconds, one after the other."""
-    return SimpleNamespace(perf_counter=iter(seconds).__next__)
 
 
 def adam(param, moments, grad, count, learning_rate):

@@ -67,6 +67,8 @@ def test_values_are_taken_or_refused_by_name(script, capsys, tmp_path, monkeypat
     access = os.access  # root could write anywhere
     monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and "read" not in path)
     assert "unrecognized" in refusal(script, ["--see", "3"], capsys)  # no abbreviations
+    distributed = "--distributed: from Python, call jax.distributed.initialize() first\n"
+    assert refusal(script, ["--distributed"], capsys) == distributed
     assert set(VALUES) == {flag for script in SCRIPTS for flag in flags(script)}
     few = ["--total-timesteps", "1e6"] if script == "mountaincar_env.py" else []
     for flag in flags(script):
@@ -88,12 +90,6 @@ def test_help_shows_the_defaults(script, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(script[:-3]).parse_args(["--help"])
     assert capsys.readouterr().out.split().count("(default:") == len(flags(script))
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_distributed_from_python_is_one_error_where_nothing_is_initialized(script, capsys):
-    error = refusal(script, ["--distributed"], capsys)
-    assert error == "--distributed: from Python, call jax.distributed.initialize() first\n"
 
 
 def test_gif_is_refused_where_gymnax_has_no_picture(capsys):

@@ -4,7 +4,6 @@ import argparse
 import ast
 import importlib
 import re
-import subprocess
 import sys
 import tomllib
 
@@ -31,16 +30,12 @@ DIFFERS = {
     "plot": [TRIO, [GRID], [REINFORCE]],  # runs of REINFORCE differ in their steps
 }
 
-# What differs between flags of one name, apart from their help: each with its reason.
+# What differs between flags of one name, apart from their help.
 FLAGS_DIFFER = {
-    "--batch-size default": "parallel_td.py learns from fewer transitions at a time",
-    "--env-id choices": "REINFORCE takes all of gymnax's environments",
-    "--epsilon default": "the grid world has its own",
-    "--gamma default": "the grid world has its own",
-    "--learning-rate default": "one value for each algorithm",
-    "--log-interval default type": "units differ; a TD script keeps the TD errors of an interval",
-    "--num-envs default type": "REINFORCE's baseline needs two episodes; cars are cheap",
-    "--total-timesteps default type": "the mountain car counts the steps of all cars",
+    "choices": "--env-id",  # REINFORCE takes all of gymnax's environments
+    "type": "--log-interval --num-envs --total-timesteps",  # other units, other ranges
+    "default": "--log-interval --num-envs --total-timesteps"  # of these, too
+    " --batch-size --epsilon --gamma --learning-rate",  # one for each algorithm
 }
 
 
@@ -75,16 +70,15 @@ def test_twins_are_identical_but_for_the_list():
 
 
 def test_flags_are_read_and_shared_ones_agree_but_for_the_list():
-    values = {}
+    told = {}
     for script in SCRIPTS:
         for flag, options in flags(script).items():
             word = flag[2:].replace("-", "_")
             assert re.search(rf"\bargs\.{word}\b(?! = )", TEXT[script]), f"{script} {flag}"
             for key in options.keys() - {"help"}:
-                values.setdefault(f"{flag} {key}", []).append(options[key])
-    differing = {key for key, told in values.items() if any(value != told[0] for value in told)}
-    listed = [key.split() for key in FLAGS_DIFFER]
-    assert differing == {f"{flag} {key}" for flag, *keys in listed for key in keys}
+                told.setdefault((key, flag), []).append(options[key])
+    differing = {pair for pair, values in told.items() if any(v != values[0] for v in values)}
+    assert differing == {(key, flag) for key in FLAGS_DIFFER for flag in FLAGS_DIFFER[key].split()}
 
 
 def test_every_real_valued_flag_is_swept():
@@ -110,16 +104,6 @@ def test_imports_no_other_script_and_declares_what_it_imports_as_requirements_do
     if "gymnax" in wanted:  # with it come flax and matplotlib; requirements.txt says why six
         wanted = wanted - {"matplotlib"} | {"six"}
     assert {re.match("[a-z]+", pin)[0] for pin in block} == wanted
-
-
-def test_the_repository_holds_nothing_else_at_its_top():
-    """Of the tracked files: a user's weights.npz does not count, and a licence may be added."""
-    git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if git.returncode:
-        pytest.skip("not a git checkout")
-    top = {path.split("/")[0] for path in git.stdout.splitlines()}
-    visible = {name for name in top if not name.startswith((".", "LICEN"))}
-    assert visible == {*SCRIPTS, "tests", "requirements.txt", "README.md"}
 
 
 def test_jax_issue_39103():

@@ -23,20 +23,13 @@ def move(shape, cell, action):
     return tuple(int(i) for i in np.clip(cell + MOVES[action], 0, np.array(shape) - 1))
 
 
-def run(flags, *files):
-    return grid.main([*flags.split(), *map(str, files)])
-
-
-def one_run(flags, **own):
-    args = vars(grid.parse_args(flags.split()))
-    return SimpleNamespace(
-        **args | {"gamma": 0.5, "learning_rate": 0.1, "epsilon": 0, "seed": 0} | own
-    )
+def run(flags):
+    return grid.main(flags.split())
 
 
 def test_greedy_steps_by_hand():
     """On a 3 x 3 grid: the longest path through all cells, a circle, and ties."""
-    args = one_run("--grid-size 3 3")
+    args = SimpleNamespace(grid_size=[3, 3], seed=0)
     longest = {8: LEFT, 7: LEFT, 6: UP, 3: RIGHT, 4: RIGHT, 5: UP, 2: LEFT, 1: LEFT}
     short, circle = {8: UP, 5: UP, 2: LEFT, 1: LEFT}, {8: LEFT, 7: UP, 4: RIGHT, 5: DOWN}
     for path, steps in (longest, 8), (short, 4), (circle, np.inf), ({}, np.inf):
@@ -117,9 +110,7 @@ def test_the_picture_has_an_arrow_where_something_is_known(tmp_path, monkeypatch
     assert bar.get_ylabel() == "max_a of the agents' mean Q"
 
 
-@pytest.mark.parametrize(
-    ("start", "goal"), [((-1, -1), (0, 0)), ((3, 0), (3, -1)), ((0, 2), (1, 1))]
-)
+@pytest.mark.parametrize(("start", "goal"), [((3, 0), (3, -1)), ((0, 2), (1, 1))])
 def test_whole_table_equals_value_iteration(start, goal, monkeypatch, capsys):
     """With much exploration every action is tried often enough in every cell."""
     exact = np.zeros((4, 5, 4))

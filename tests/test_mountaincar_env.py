@@ -3,6 +3,7 @@
 import contextlib
 import io
 from functools import partial
+from unittest.mock import Mock
 
 import gymnasium
 import gymnax
@@ -10,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import clock
 
 import mountaincar_env as car
 
@@ -97,11 +97,15 @@ def test_no_key_is_used_twice():
 
 
 class Costly(car.MountainCar):
-    """A push to the right costs 3, no push 2, a push to the left 1."""
+    """A push to the right costs 3, no push 2, a push to the left 1. Observations end in noise."""
 
     def step_env(self, key, state, action, params):
         obs, state, reward, terminated, info = super().step_env(key, state, action, params)
         return obs, state, reward - action, terminated, info
+
+    def observe(self, key, state, action, params):
+        noise = params.max_speed * jax.random.uniform(key)
+        return jnp.append(super().observe(key, state, action, params), noise)
 
 
 @pytest.fixture(scope="module", params=[("random", 200), ("rocking", 115)], ids=str)
@@ -114,11 +118,11 @@ def rollout(request, tmp_path_factory):
     policy, limit = request.param
     path = tmp_path_factory.mktemp("rollout") / "x.npz"
     flags = f"--num-envs 999 --total-timesteps 1050001 --log-interval 450001 --policy {policy}"
-    printed, ticks = io.StringIO(), [4 + i**2 / 1024 for i in range(2, 8)]
+    printed, ticks = io.StringIO(), iter([1, 3.5, *(4 + i**2 / 1024 for i in range(2, 8))])
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(car, "EnvParams", partial(car.EnvParams, max_steps_in_episode=limit))
         patch.setattr(car, "MountainCar", Costly)
-        patch.setattr(car, "time", clock(1, 3.5, *ticks))
+        patch.setattr(car, "time", Mock(perf_counter=ticks.__next__))
         results = run(flags, "--save", path)
     np.testing.assert_equal(dict(np.load(path)), results)
     return policy, limit, printed.getvalue().splitlines(), results
@@ -128,7 +132,7 @@ def test_printed_statistics_are_those_of_finished_episodes(rollout):
     """Each line again, in NumPy, from the trajectory; the surplus car on two devices is cut."""
     policy, limit, printed, saved = rollout
     reached, length, total = saved["final_observation"], np.zeros(999), np.zeros(999)
-    assert reached.shape == (1200, 999, 2)
+    assert reached.shape == (1200, 999, 3)
     at_goal = (reached[..., 0] >= 0.5) & (reached[..., 1] >= 0)
     np.testing.assert_array_equal(saved["terminated"], at_goal)
     device = f"{min(999, jax.device_count())} x {jax.devices()[0].device_kind}"
@@ -158,7 +162,7 @@ def test_printed_statistics_are_those_of_finished_episodes(rollout):
 def test_saved_arrays_are_one_trajectory_per_environment(rollout):
     """Each observation is where the last step led, or, after an episode, a start at rest."""
     _, _, _, saved = rollout
-    obs, reached = saved["obs"], saved["final_observation"]
+    obs, reached = saved["obs"][..., :2], saved["final_observation"][..., :2]
     before = states(*obs.reshape(-1, 2).T)
     step = jax.vmap(ENV.step_env, (None, 0, 0, None))
     expected, *_ = step(KEY, before, saved["action"].ravel(), car.EnvParams())
@@ -190,6 +194,17 @@ def test_actions_are_what_the_policy_says(rollout):
             assert abs(np.corrcoef(start, other == kind)[0, 1]) < 4 / ended**0.5
 
 
+def test_observations_are_random_if_the_environment_says_so(rollout):
+    """Float32 numbers: 1.2 million of 2^23, each drawn 0.14 times, are 1.12 million different."""
+    _, _, _, saved = rollout
+    noise = saved["final_observation"][..., 2]
+    assert len(np.unique(noise)) > 1.1e6 and 0.0699 < noise.max() < 0.07
+    assert 0 < Costly().reset(KEY)[0][2] < 0.07
+    others = saved["obs"][..., 2], saved["action"], *(np.roll(noise, 1, axis) for axis in (0, 1))
+    for other in others:
+        assert abs(np.corrcoef(noise.ravel(), other.ravel())[0, 1]) < 4 / noise.size**0.5
+
+
 def test_one_car_needs_one_device_unless_the_job_has_more(capsys, monkeypatch):
     """An episode ends in the second line. JAX_ENABLE_X64=1 stopped a run there."""
     with jax.enable_x64(True):
@@ -213,23 +228,6 @@ def test_the_seed_decides_everything_and_progress_lines_nothing(tmp_path):
         np.testing.assert_array_equal(two_lines[name], one[name])
     assert len(np.intersect1d(one["obs"][0, :, 0], other["obs"][0, :, 0])) < 3
     assert abs(np.mean(one["action"] == other["action"]) - 1 / 3) < 4 * (2 / 9 / 1e4) ** 0.5
-
-
-class Noisy(car.MountainCar):
-    def observe(self, key, state, action, params):
-        return jnp.stack([jax.random.uniform(key), params.max_speed])
-
-
-def test_a_random_environment_differs_between_cars_and_steps(tmp_path, monkeypatch):
-    """Float32 numbers: 10,000 of 2^23 are nearly all different, and correlated with nothing."""
-    monkeypatch.setattr(car, "MountainCar", Noisy)
-    results = run("--num-envs 50 --total-timesteps 1e4", "--save", tmp_path / "x.npz")
-    noise, max_speed = np.moveaxis(results["final_observation"], 2, 0)  # (200, 50)
-    assert len(np.unique(noise)) > 9970
-    for speed in max_speed, results["obs"][..., 1], Noisy().reset(KEY)[0][1]:
-        assert np.all(speed == np.float32(0.07))
-    for other in results["action"], np.roll(noise, 1, axis=0), np.roll(noise, 1, axis=1):
-        assert abs(np.corrcoef(noise.ravel(), other.ravel())[0, 1]) < 4 / 100
 
 
 def test_save_refuses_more_than_it_can_hold():
