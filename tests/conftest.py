@@ -30,9 +30,9 @@ FLAGS = dict.fromkeys(TRIO, f"{TD} {RATES} --learning-starts 20 --buffer-size 50
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
-# Scripts name the level of their programs, except the car; everything else compiles faster.
+# For what names no level of its own: the tests' programs and the car's. It compiles faster.
+# Were XLA_FLAGS not set, the first script imported would set it for all.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-
 # Tests compile the same programs over and over: in this process, each is compiled once.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = tempfile.mkdtemp()

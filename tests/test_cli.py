@@ -67,8 +67,7 @@ def test_values_are_taken_or_refused_by_name(script, capsys, tmp_path, monkeypat
     access = os.access  # root could write anywhere
     monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and "read" not in path)
     assert "unrecognized" in refusal(script, ["--see", "3"], capsys)  # no abbreviations
-    distributed = "--distributed: from Python, call jax.distributed.initialize() first\n"
-    assert refusal(script, ["--distributed"], capsys) == distributed
+    assert "from Python, call jax.distributed.init" in refusal(script, ["--distributed"], capsys)
     assert set(VALUES) == {flag for script in SCRIPTS for flag in flags(script)}
     few = ["--total-timesteps", "1e6"] if script == "mountaincar_env.py" else []
     for flag in flags(script):

@@ -179,10 +179,11 @@ FLAGS = {
 def test_learning_is_that_of_an_independent_replay(td, monkeypatch):
     """A sweep of every flag. Its first and its last run, and two between, are replayed."""
     learn, first_state = learn_in_parallel, td.init_state
+    default = first_state(one_run(td, "", seed=0))
+    assert not default.weights.any() and td.OBS_SCALE == SCALE
     if td.__name__ != PARALLEL:
         learn = learn_from_the_past
-        assert len(first_state(one_run(td, "", seed=0)).buffer.action) == 100_000
-    assert not first_state(one_run(td, "", seed=0)).weights.any() and td.OBS_SCALE == SCALE
+        assert len(default.buffer.action) == 100_000
     monkeypatch.setitem(td.OBS_SCALE, "Moon", MOON_SCALE)
     monkeypatch.setattr(td, "make_env", lambda _: (MOON, PARAMS))
     # After one step of Adam from 0, all actions would have the same value.
