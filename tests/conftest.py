@@ -1,6 +1,6 @@
 """What the tests share: where the scripts are, flags of short runs, and Adam."""
 
-import atexit
+import gc
 import os
 import shutil
 import sys
@@ -9,6 +9,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
@@ -35,11 +36,10 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Tests compile the same programs over and over: in this process, each is compiled once.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder = tempfile.mkdtemp()
+    cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-
-import pytest
+gc.set_threshold(50_000)  # compiling makes many objects: 5 % less time
 
 
 def start(folder, script, flags, **env):
