@@ -31,8 +31,8 @@ FLAGS = dict.fromkeys(TRIO, f"{TD} {RATES} --learning-starts 20 --buffer-size 50
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
-# For what names no level of its own: the tests' programs and the car's. It compiles faster.
-# Were XLA_FLAGS not set, the first script imported would set it for all.
+# Level 0 compiles faster. It is for programs that name no level: the tests' own, and the car's.
+# If XLA_FLAGS had no value here, the first script imported would choose one for all.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Tests compile the same programs over and over: in this process, each is compiled once.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -34,7 +34,7 @@ DIFFERS = {
 FLAGS_DIFFER = {
     "choices": "--env-id",  # REINFORCE takes all of gymnax's environments
     "type": "--log-interval --num-envs --total-timesteps",  # other units, other ranges
-    "default": "--log-interval --num-envs --total-timesteps"  # of these, too
+    "default": "--log-interval --num-envs --total-timesteps"  # in those units
     " --batch-size --epsilon --gamma --learning-rate",  # one for each algorithm
 }
 
