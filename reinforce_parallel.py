@@ -8,10 +8,10 @@
 
 Each iteration plays N episodes with the current policy pi, then gives Adam the gradient estimate
 
-    1/N sum_i sum_t mask_ti (G_ti - b_ti) grad log pi(A_ti | S_ti),    G_ti = R_ti + gamma G_t+1,i
+    1/N sum_i sum_t mask_it (G_it - b_it) grad log pi(A_it | S_it),    G_it = R_it + gamma G_i,t+1
 
 (Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
-and 0 in the padding after it. The baseline b_ti is the mean of the other episodes' returns to go;
+and 0 in the padding after it. The baseline b_it is the mean of the other episodes' returns to go;
 an episode that has ended counts as 0. The baseline adds no bias: the expected value is that of
 sum_t G_t grad log pi(A_t | S_t). The factor gamma^t is left out, as is common: if gamma < 1, this
 is not the gradient of any objective (Nota & Thomas 2020). Returns stop at the time limit.
@@ -23,8 +23,9 @@ then equal, all advantages are 0, and nothing is learned.
     python reinforce_parallel.py                                    # CartPole-v1
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --gif pendulum.gif
 
-Shapes: R runs, K log intervals, U updates, T steps, N environments, E evaluation episodes,
-D observation dimensions, H hidden units, A actions, or action dimensions if actions are continuous.
+Shapes: R runs, K log intervals, U = args.interval_updates updates, N = args.num_envs episodes,
+T steps (the time limit), E = args.eval_episodes episodes, D observation dimensions,
+H = args.hidden_size units, A actions, or action dimensions if actions are continuous.
 
 The algorithm comes first, for one run. The flags, and what runs it on all devices, come after it.
 """
@@ -53,17 +54,17 @@ import optax
 from jax.experimental.multihost_utils import process_allgather
 
 # These flags take several values, and every combination of them is run. In a function of one run,
-# args holds that run's own values.
+# args holds that run's own values. They are traced: good for arithmetic, not for shapes or loops.
 SWEPT = "learning_rate", "gamma"
 
 
-class Batch(NamedTuple):
-    """Episodes side by side, padded to the time limit."""
+class Step(NamedTuple):
+    """One step of an episode, or of the padding after it."""
 
-    obs: jax.Array  # (T, N, D) flattened
-    action: jax.Array  # (T, N), or (T, N, A) if continuous
-    reward: jax.Array  # (T, N)
-    mask: jax.Array  # (T, N) true where the step is real
+    obs: jax.Array  # (D,) flattened
+    action: jax.Array  # (A,) if continuous
+    reward: jax.Array
+    mask: jax.Array  # true if the step is real, false in the padding
 
 
 class TrainState(NamedTuple):
@@ -111,12 +112,12 @@ def init_state(args):
 
 
 def network(params, obs):
-    """Logits (..., A) in observations (..., D), or means if actions are continuous."""
+    """Logits (A,) in an observation (D,), or means if actions are continuous."""
     return jnp.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
 
 
 def sample(params, obs, key):
-    """Random actions (...) of the policy."""
+    """Random action of the policy."""
     output = network(params, obs)
     if "log_std" in params:
         return output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
@@ -124,84 +125,84 @@ def sample(params, obs, key):
 
 
 def greedy_action(params, obs):
-    """Most probable actions (...) of the policy."""
+    """Most probable action of the policy."""
     output = network(params, obs)
-    return output if "log_std" in params else jnp.argmax(output, axis=-1)
+    return output if "log_std" in params else jnp.argmax(output)
 
 
 def log_prob(params, obs, action):
-    """log pi(action | obs) (...) of a categorical or a diagonal Gaussian distribution."""
+    """log pi(action | obs) of a categorical or a diagonal Gaussian distribution."""
     if "log_std" in params:
         std = jnp.exp(params["log_std"])
-        return jax.scipy.stats.norm.logpdf(action, network(params, obs), std).sum(axis=-1)
-    log_probs = jax.nn.log_softmax(network(params, obs))
-    return jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+        return jnp.sum(jax.scipy.stats.norm.logpdf(action, network(params, obs), std))
+    return jax.nn.log_softmax(network(params, obs))[action]
 
 
 def to_bounds(space, action):
-    """Clip continuous actions to [-1, 1] and map them to the environment's bounds."""
+    """Clip a continuous action to [-1, 1] and map it to the environment's bounds."""
     if is_discrete(space):
         return action
     return space.low + (space.high - space.low) * (jnp.clip(action, -1, 1) + 1) / 2
 
 
-def play_step(args, params, greedy, carry, _):
-    """Step N environments. gymnax resets those that are done; the mask is 0 from there on."""
+def play(args, params, key, greedy=False):
+    """Play one episode. Return its steps, padded to the time limit, and the states (T,)."""
     env, env_params = make_env(args.env_id)
-    key, obs, env_state, mask = carry
-    keys = jax.random.split(key, len(mask) + 2)
-    key, key_action, keys_step = keys[0], keys[1], keys[2:]
-    obs = obs.reshape(len(obs), -1).astype(float)  # (N, D)
-    action = greedy_action(params, obs) if greedy else sample(params, obs, key_action)
-    step = jax.vmap(partial(env.step, params=env_params))
-    bounded = to_bounds(env.action_space(env_params), action)
-    new_obs, new_state, reward, terminated, truncated, _ = step(keys_step, env_state, bounded)
-    carry = key, new_obs, new_state, mask & ~(terminated | truncated)
-    return carry, (Batch(obs, action, reward.astype(float), mask), env_state)
+
+    def step(carry, key):
+        obs, env_state, mask = carry
+        key_action, key_step = jax.random.split(key)
+        obs = obs.reshape(-1).astype(float)
+        action = greedy_action(params, obs) if greedy else sample(params, obs, key_action)
+        next_obs, next_state, reward, terminated, truncated, _ = env.step(
+            key_step, env_state, to_bounds(env.action_space(env_params), action), env_params
+        )
+        # Where an episode ended, gymnax has begun the next one. That is the padding.
+        next_carry = next_obs, next_state, mask & ~(terminated | truncated)
+        return next_carry, (Step(obs, action, reward.astype(float), mask), env_state)
+
+    key_reset, key_steps = jax.random.split(key)
+    obs, env_state = env.reset(key_reset, env_params)
+    keys = jax.random.split(key_steps, int(env_params.max_steps_in_episode))
+    _, (steps, env_states) = jax.lax.scan(step, (obs, env_state, jnp.array(True)), keys)
+    return steps, env_states
 
 
-def play(args, params, key, num_envs, greedy):
-    """Play N episodes, greedily or not. Return a batch and all states (T, N)."""
-    env, env_params = make_env(args.env_id)
-    key, key_reset = jax.random.split(key)
-    keys = jax.random.split(key_reset, num_envs)
-    obs, env_state = jax.vmap(partial(env.reset, params=env_params))(keys)
-    step = partial(play_step, args, params, greedy)
-    carry = key, obs, env_state, jnp.ones(num_envs, bool)
-    time_limit = int(env_params.max_steps_in_episode)
-    _, (batch, env_states) = jax.lax.scan(step, carry, length=time_limit)
-    return batch, env_states
-
-
-def advantages(args, batch):
-    """Each return to go (T, N) minus the mean of the other episodes'; 0 in the padding."""
+def returns_to_go(args, rewards):
+    """Discounted sums (T,) of the rewards (T,) of one episode from each step on."""
 
     def step(later, reward):
         return_to_go = reward + args.gamma * later
         return return_to_go, return_to_go
 
-    rewards = batch.mask * batch.reward
-    _, returns_to_go = jax.lax.scan(step, jnp.zeros_like(rewards[0]), rewards, reverse=True)
-    # Equal returns must give exactly 0: Adam would scale rounding errors up to full steps.
-    relative = returns_to_go - returns_to_go[:, :1]
-    others = (relative.sum(axis=1, keepdims=True) - relative) / (relative.shape[1] - 1)
-    return batch.mask * (relative - others)
+    return jax.lax.scan(step, 0.0, rewards, reverse=True)[1]
 
 
-def policy_loss(params, batch, advantage):
+def advantages(args, episodes):
+    """Each return to go (N, T) minus the mean of the other episodes'; 0 in the padding."""
+    returns = jax.vmap(partial(returns_to_go, args))(episodes.mask * episodes.reward)
+    # Relative to episode 0, equal returns are exactly 0: Adam would make steps of rounding errors.
+    relative = returns - returns[0]
+    others = (relative.sum(axis=0) - relative) / (len(relative) - 1)
+    return episodes.mask * (relative - others)
+
+
+def policy_loss(params, episodes, advantage):
     """Surrogate loss: its gradient is minus the policy gradient estimate."""
-    return -jnp.mean(jnp.sum(advantage * log_prob(params, batch.obs, batch.action), axis=0))
+    log_probs = jax.vmap(jax.vmap(partial(log_prob, params)))(episodes.obs, episodes.action)
+    return -jnp.mean(jnp.sum(advantage * log_probs, axis=1))
 
 
 def train_step(args, state, _):
     """Play N episodes, then make one Adam step. Also return what progress lines show."""
     key, key_play = jax.random.split(state.key)
-    batch, _ = play(args, state.params, key_play, args.num_envs, greedy=False)
-    episode_return = jnp.sum(batch.mask * batch.reward, axis=0)  # (N,)
-    metrics = {"returns": jnp.mean(episode_return), "timesteps": jnp.sum(batch.mask)}
+    keys = jax.random.split(key_play, args.num_envs)
+    episodes, _ = jax.vmap(partial(play, args, state.params))(keys)  # (N, T)
+    episode_return = jnp.sum(episodes.mask * episodes.reward, axis=1)  # (N,)
+    metrics = {"returns": jnp.mean(episode_return), "timesteps": jnp.sum(episodes.mask)}
     if args.sync == "truncation":
-        batch = batch._replace(mask=batch.mask & jnp.all(batch.mask, axis=1, keepdims=True))
-    grad = jax.grad(policy_loss)(state.params, batch, advantages(args, batch))
+        episodes = episodes._replace(mask=episodes.mask & jnp.all(episodes.mask, axis=0))
+    grad = jax.grad(policy_loss)(state.params, episodes, advantages(args, episodes))
     updates, opt_state = optimizer(args).update(grad, state.opt_state)
     params = optax.apply_updates(state.params, updates)
     return state._replace(key=key, params=params, opt_state=opt_state), metrics
@@ -214,8 +215,9 @@ def train_interval(args, state):
 
 def evaluate(args, state):
     """Undiscounted returns (E,) of the greedy policy in E new episodes."""
-    batch, _ = play(args, state.params, state.key, args.eval_episodes, greedy=True)
-    return jnp.sum(batch.mask * batch.reward, axis=0)
+    keys = jax.random.split(state.key, args.eval_episodes)
+    episodes, _ = jax.vmap(partial(play, args, state.params, greedy=True))(keys)  # (E, T)
+    return jnp.sum(episodes.mask * episodes.reward, axis=1)
 
 
 COMPILER_OPTIONS = {  # on a CPU
@@ -266,7 +268,7 @@ def over_runs(function, args, num_devices):
     """
 
     def of_one_run(own, *arrays):
-        return function(argparse.Namespace(**vars(args) | own), *arrays)
+        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
 
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
@@ -314,24 +316,21 @@ def parse_args(argv=None):
     parser.allow_abbrev = False
     add = parser.add_argument
     count = number(int, 1, 1e6)
-    steps = number(int, 1, 1e9)
     unit = number(float, 0, 1)
-    text = "gymnax environment"
-    add("--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help=text)
-    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of the first run")
-    add("--num-seeds", type=count, default=1, help="runs of each setting, with successive seeds")
+    env_ids = gymnax.registered_envs
+    add("--env-id", choices=env_ids, default="CartPole-v1", help="gymnax environment")
+    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
+    add("--num-seeds", type=count, default=1, help="runs of each setting")
     text = "updates per run, rounded up to whole log intervals"
     add("--num-iterations", type=count, default=100, help=text)
     add("--num-envs", type=number(int, 2, 1e6), default=16, help="episodes per update")
-    text = "initial step size of Adam, falls to 0"
-    add("--learning-rate", type=unit, nargs="+", default=[0.01], help=text)
+    add("--learning-rate", type=unit, nargs="+", default=[0.01], help="initial value, falls to 0")
     add("--gamma", type=unit, nargs="+", default=[0.99], help="discount factor")
     add("--hidden-size", type=count, default=64, help="number of tanh units in the policy network")
-    text = "pad episodes to the time limit, or learn only up to the end of the shortest (biased)"
+    text = "pad episodes to the time limit, or cut all at the end of the shortest (biased)"
     add("--sync", choices=["padding", "truncation"], default="padding", help=text)
     add("--eval-episodes", type=count, default=100, help="greedy episodes after training")
-    text = "iterations between progress lines, at most"
-    add("--log-interval", type=steps, default=5, help=text)
+    add("--log-interval", type=count, default=5, help="iterations between progress lines, at most")
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
     add("--save", type=file_name(".npz"), metavar="FILE", help="write weights, curves, arguments")
     add("--plot", type=file_name(".png"), metavar="FILE", help="draw the learning curves")
@@ -374,14 +373,15 @@ def animate(args, path, params, key):
     os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")
     from gymnax.visualize import Visualizer
 
-    batch, env_states = play(args, params, key, args.eval_episodes, greedy=True)
+    key = jax.random.split(key, args.eval_episodes)[0]
+    episode, env_states = play(args, params, key, greedy=True)
 
     def state_at(step):
-        return jax.tree.map(lambda array: array[step, 0], env_states)
+        return jax.tree.map(lambda array: array[step], env_states)
 
-    num_frames = min(200, np.sum(batch.mask[:, 0]))
+    num_frames = min(200, np.sum(episode.mask))
     states = [state_at(step) for step in range(num_frames)]
-    Visualizer(*make_env(args.env_id), states, np.cumsum(batch.reward[:, 0])).animate(path)
+    Visualizer(*make_env(args.env_id), states, np.cumsum(episode.reward)).animate(path)
 
 
 def main(argv=None):
@@ -436,7 +436,7 @@ def main(argv=None):
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
         "interrupted": len(history) < args.num_intervals,
-        **jax.tree.map(lambda *values: np.stack(values), *history),  # (K, R)
+        **{name: np.stack([line[name] for line in history]) for name in history[0]},  # (K, R)
         "greedy_return": greedy_return,
         **params,
     }

@@ -6,7 +6,7 @@
 # ///
 """Q-learning with a replay buffer: parallel_td.py, but each update learns from the past.
 
-    Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / (sigma scale) - c_i|^2 / 2)
+    Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / scale - c_i|^2 / (2 sigma^2))
     target  = r + gamma max_a' Q'(s', a'),    or r if s' is terminal
 
 The features phi are radial basis functions with random centers c_i (Sutton & Barto 2018, section
@@ -23,8 +23,9 @@ linearly to 0, so that the weights settle; the last weights are the result.
     python replay_td.py                                                  # one run
     python replay_td.py --tau 0.01 0.1 --num-seeds 20 --plot curve.png   # forty, on all cores
 
-Shapes: R runs, K log intervals, U vector steps, C transitions in the ring, N environments,
-B transitions in a batch, E evaluation episodes, D observation dimensions, F features, A actions.
+Shapes: R runs, K log intervals, U = args.interval_updates updates, N = args.num_envs environments,
+C = args.buffer_size transitions in the buffer, B = args.batch_size transitions in a batch,
+E = args.eval_episodes episodes, D observation dimensions, F = args.num_centers features, A actions.
 
 The algorithm comes first, for one run. The flags, and what runs it on all devices, come after it.
 """
@@ -62,7 +63,7 @@ OBS_SCALE = {
 }
 
 # These flags take several values, and every combination of them is run. In a function of one run,
-# args holds that run's own values.
+# args holds that run's own values. They are traced: good for arithmetic, not for shapes or loops.
 SWEPT = "learning_rate", "gamma", "epsilon", "sigma", "tau"
 
 
@@ -76,26 +77,19 @@ class Transition(NamedTuple):
     terminated: jax.Array  # true if next_obs is terminal; false at a time limit
 
 
-class Features(NamedTuple):
-    """Radial basis functions, in units of sigma: dividing by sigma in each step takes longer."""
-
-    inverse_scale: jax.Array  # (D,) 1 / (sigma OBS_SCALE)
-    centers: jax.Array  # (D, F), faster than (F, D), whose rows are short
-
-
 class TrainState(NamedTuple):
     """The state of one run."""
 
     key: jax.Array
-    features: Features
-    weights: jax.Array  # (F, A)
-    target_weights: jax.Array  # (F, A) their running average
+    centers: jax.Array  # (D, F), faster than (F, D), whose rows are short
+    weights: jax.Array  # (A, F)
+    target_weights: jax.Array  # (A, F) their running average
     opt_state: optax.OptState
     env_state: gymnax.EnvState  # (N,)
     obs: jax.Array  # (N, D)
     episode_return: jax.Array  # (N,) so far
     buffer: Transition  # (C,) a ring
-    written: jax.Array  # transitions written so far
+    written: jax.Array  # transitions written into the buffer so far
 
 
 @cache
@@ -112,112 +106,113 @@ def optimizer(args):
 
 
 def init_state(args):
-    """State in which a run starts. Raises ValueError if OBS_SCALE has the wrong length."""
+    """State in which a run starts."""
     env, env_params = make_env(args.env_id)
     key, key_reset, key_centers = jax.random.split(jax.random.key(args.seed), 3)
     keys = jax.random.split(key_reset, args.num_envs)
     obs, env_state = jax.vmap(partial(env.reset, params=env_params))(keys)
-    obs_scale = np.array(OBS_SCALE[args.env_id], np.float32)
-    if obs_scale.shape != obs.shape[1:]:
-        raise ValueError(f"OBS_SCALE of {args.env_id} needs the shape {obs.shape[1:]}")
-    centers = jax.random.uniform(key_centers, (len(obs_scale), args.num_centers), minval=-1.0)
-    weights = jnp.zeros((args.num_centers, env.num_actions))
-    zeros, zeros_obs = jnp.zeros(args.buffer_size), jnp.zeros((args.buffer_size, len(obs_scale)))
+    centers = jax.random.uniform(key_centers, (obs.shape[1], args.num_centers), minval=-1.0)
+    weights = jnp.zeros((env.num_actions, args.num_centers))
     return TrainState(
         key=key,
-        features=Features(1 / (args.sigma * obs_scale), centers / args.sigma),
+        centers=centers,
         weights=weights,
         target_weights=weights,
         opt_state=optimizer(args).init(weights),
         env_state=env_state,
         obs=obs,
         episode_return=jnp.zeros(args.num_envs),
-        buffer=Transition(zeros_obs, zeros.astype(int), zeros, zeros_obs, zeros.astype(bool)),
+        buffer=Transition(
+            obs=jnp.zeros((args.buffer_size, obs.shape[1])),
+            action=jnp.zeros(args.buffer_size, int),
+            reward=jnp.zeros(args.buffer_size),
+            next_obs=jnp.zeros((args.buffer_size, obs.shape[1])),
+            terminated=jnp.zeros(args.buffer_size, bool),
+        ),
         written=jnp.array(0),
     )
 
 
-def rbf_features(features, obs):
-    """Features (B, F) of observations (B, D)."""
-    scaled = obs * features.inverse_scale
-    difference = scaled.T[:, :, None] - features.centers[:, None, :]  # (D, B, F)
-    return jnp.exp(-jnp.sum(difference**2, axis=0) / 2)
-
-
-def q_values(features, weights, obs):
-    """Values (B, A) of all actions in observations (B, D)."""
-    phi = rbf_features(features, obs)
-    # phi @ weights, column by column: 1.3 times as fast as one product with few columns.
-    return jnp.stack([phi @ column for column in weights.T], axis=1)
+def q_values(args, weights, centers, obs):
+    """Values (A,) of all actions in an observation (D,)."""
+    scaled = obs / jnp.array(OBS_SCALE[args.env_id])
+    distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,) squared
+    phi = jnp.exp(-distance / (2 * args.sigma**2))
+    return jnp.stack([w_a @ phi for w_a in weights])  # 1.4 times as fast as weights @ phi
 
 
 def vector_step(args, state, _):
     """Step N environments epsilon-greedily. Also return transitions and sums of ended episodes."""
     env, env_params = make_env(args.env_id)
-    keys = jax.random.split(state.key, args.num_envs + 2)
-    key, key_action, keys_step = keys[0], keys[1], keys[2:]
-    coin, choice = jax.random.uniform(key_action, (2, args.num_envs))  # in [0, 1)
-    random_action = (choice * env.num_actions).astype(int)
-    greedy_action = jnp.argmax(q_values(state.features, state.weights, state.obs), axis=1)
-    action = jnp.where(coin < args.epsilon, random_action, greedy_action)
+    keys = jax.random.split(state.key, args.num_envs + 3)
+    key, key_explore, key_action = keys[:3]
+    explore = jax.random.bernoulli(key_explore, args.epsilon, args.num_envs)
+    random_action = jax.random.randint(key_action, args.num_envs, 0, env.num_actions)
+    q = jax.vmap(partial(q_values, args, state.weights, state.centers))(state.obs)  # (N, A)
+    action = jnp.where(explore, random_action, jnp.argmax(q, axis=1))
     step = jax.vmap(partial(env.step, params=env_params))
-    obs, env_state, reward, terminated, truncated, info = step(keys_step, state.env_state, action)
-    transition = Transition(state.obs, action, reward, info["final_observation"], terminated)
+    obs, env_state, reward, terminated, truncated, info = step(keys[3:], state.env_state, action)
+    transitions = Transition(
+        obs=state.obs,
+        action=action,
+        reward=reward,
+        next_obs=info["final_observation"],  # where an episode ended, obs is of the next one
+        terminated=terminated,
+    )
     done = terminated | truncated
     total = state.episode_return + reward
     ended = {"episodes": jnp.sum(done), "return_sum": jnp.sum(done * total)}
-    total = jnp.where(done, 0.0, total)
-    state = state._replace(key=key, env_state=env_state, obs=obs, episode_return=total)
-    return state, (transition, ended)
+    state = state._replace(key=key, env_state=env_state, obs=obs)
+    return state._replace(episode_return=jnp.where(done, 0.0, total)), (transitions, ended)
 
 
-def td_loss(args, weights, target_weights, features, batch):
+def td_target(args, weights, centers, transition):
+    """Target of one transition."""
+    next_q = jnp.max(q_values(args, weights, centers, transition.next_obs))
+    return transition.reward + args.gamma * (1 - transition.terminated) * next_q
+
+
+def td_error(args, weights, centers, transition, target):
+    """TD error of one transition, and the Q-value of its action."""
+    q = q_values(args, weights, centers, transition.obs)[transition.action]
+    return target - q, q
+
+
+def td_loss(args, weights, centers, batch, targets):
     """Half the mean squared TD error of a batch (B,). Also return what a progress line shows."""
-    next_q = jnp.max(q_values(features, target_weights, batch.next_obs), axis=1)
-    target = jax.lax.stop_gradient(batch.reward + args.gamma * (1 - batch.terminated) * next_q)
-    q = q_values(features, weights, batch.obs)
-    q_taken = jnp.take_along_axis(q, batch.action[:, None], axis=1)[:, 0]
-    td_error = q_taken - target
-    metrics = {"td_error": jnp.mean(jnp.abs(td_error)), "q_value": jnp.mean(q_taken)}
-    return jnp.mean(optax.l2_loss(td_error)), metrics
+    td_errors, q = jax.vmap(partial(td_error, args, weights, centers))(batch, targets)
+    metrics = {"td_error": jnp.mean(jnp.abs(td_errors)), "q_value": jnp.mean(q)}
+    return jnp.mean(optax.l2_loss(td_errors)), metrics
 
 
 def train_step(args, state, _):
-    """Store the transitions of one vector step in the ring, then learn from a random batch."""
+    """Store the transitions of one vector step, then learn from a random batch of all stored."""
     state, (transitions, ended) = vector_step(args, state, None)
     slots = (state.written + jnp.arange(args.num_envs)) % args.buffer_size
-    buffer = jax.tree.map(lambda ring, new: ring.at[slots].set(new), state.buffer, transitions)
+    buffer = jax.tree.map(lambda old, new: old.at[slots].set(new), state.buffer, transitions)
+    written = state.written + args.num_envs
     key, key_batch = jax.random.split(state.key)
-    state = state._replace(key=key, buffer=buffer, written=state.written + args.num_envs)
-
-    stored = jnp.minimum(state.written, args.buffer_size)
-    chosen = (jax.random.uniform(key_batch, args.batch_size) * stored).astype(int)
-    batch = jax.tree.map(lambda ring: ring[chosen], buffer)
+    stored = jnp.minimum(written, args.buffer_size)
+    chosen = jax.random.randint(key_batch, args.batch_size, 0, stored)
+    batch = jax.tree.map(lambda column: column[chosen], buffer)  # (B,)
+    # The targets are made before the loss, so no gradient flows through them.
+    targets = jax.vmap(partial(td_target, args, state.target_weights, state.centers))(batch)  # (B,)
     gradient = jax.grad(td_loss, argnums=1, has_aux=True)
-    grad, metrics = gradient(args, state.weights, state.target_weights, state.features, batch)
+    grad, metrics = gradient(args, state.weights, state.centers, batch, targets)
     updates, opt_state = optimizer(args).update(grad, state.opt_state)
     weights = optax.apply_updates(state.weights, updates)
-    target_weights = optax.incremental_update(weights, state.target_weights, args.tau)
-
-    # Until learning starts, everything stays as it was. jax.lax.cond would save nothing: under
-    # vmap, it computes both.
-    choose = partial(jnp.where, state.written >= args.learning_starts)
-    before = state.weights, state.target_weights, state.opt_state
-    after = weights, target_weights, opt_state
-    weights, target_weights, opt_state = jax.tree.map(choose, after, before)
-    metrics = {name: choose(value, jnp.nan) for name, value in metrics.items()}
-    state = state._replace(weights=weights, target_weights=target_weights, opt_state=opt_state)
-    return state, metrics | ended
+    average = optax.incremental_update(weights, state.target_weights, args.tau)
+    state = state._replace(key=key, weights=weights, target_weights=average, opt_state=opt_state)
+    return state._replace(buffer=buffer, written=written), metrics | ended
 
 
 def train_interval(args, state):
     """Make U updates, up to the next progress line. Also return what the line shows."""
-    step = partial(train_step, args)
-    state, metrics = jax.lax.scan(step, state, length=args.interval_updates)  # (U,)
+    state, metrics = jax.lax.scan(partial(train_step, args), state, length=args.interval_updates)
     return state, {
         "returns": metrics["return_sum"].sum() / metrics["episodes"].sum(),  # nan if none ended
-        "td_error": jnp.nanmean(metrics["td_error"]),  # nan until learning starts
-        "q_value": jnp.nanmean(metrics["q_value"]),
+        "td_error": metrics["td_error"].mean(),
+        "q_value": metrics["q_value"].mean(),
     }
 
 
@@ -225,12 +220,12 @@ def evaluate(args, state):
     """Undiscounted returns (E,) of the greedy policy in E new episodes."""
 
     def greedy_policy(params, obs, _):
-        return jnp.argmax(q_values(*params, obs[None])[0])  # a batch of one
+        return jnp.argmax(q_values(args, *params, obs))
 
     env, env_params = make_env(args.env_id)
     rollout = RolloutWrapper(greedy_policy, env=env, env_params=env_params)  # up to the time limit
     keys = jax.random.split(state.key, args.eval_episodes)
-    *_, returns = rollout.batch_rollout(keys, (state.features, state.weights))  # (E, 1)
+    *_, returns = rollout.batch_rollout(keys, (state.weights, state.centers))  # (E, 1)
     return returns[:, 0]
 
 
@@ -279,7 +274,7 @@ def over_runs(function, args, num_devices):
     """
 
     def of_one_run(own, *arrays):
-        return function(argparse.Namespace(**vars(args) | own), *arrays)
+        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
 
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
@@ -327,24 +322,19 @@ def parse_args(argv=None):
     parser.allow_abbrev = False
     add = parser.add_argument
     count = number(int, 1, 1e6)
-    steps = number(int, 1, 1e9)
     unit = number(float, 0, 1)
-    text = "gymnax environment with observation scales in OBS_SCALE"
-    add("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help=text)
-    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of the first run")
-    add("--num-seeds", type=count, default=1, help="runs of each setting, with successive seeds")
+    add("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
+    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
+    add("--num-seeds", type=count, default=1, help="runs of each setting")
     text = "environment steps per run, rounded up to whole log intervals"
-    add("--total-timesteps", type=steps, default=200_000, help=text)
+    add("--total-timesteps", type=number(int, 1, 1e9), default=200_000, help=text)
     add("--num-envs", type=count, default=16, help="environments stepped in lockstep")
-    add("--buffer-size", type=count, default=100_000, help="capacity of the ring, in transitions")
-    add("--learning-starts", type=count, default=1_000, help="transitions before the first update")
+    add("--buffer-size", type=count, default=100_000, help="transitions that the buffer holds")
     add("--batch-size", type=count, default=32, help="transitions per update")
     add("--tau", type=unit, nargs="+", default=[0.01], help="step size of the target's average")
-    text = "initial step size of Adam, falls to 0"
-    add("--learning-rate", type=unit, nargs="+", default=[0.03], help=text)
+    add("--learning-rate", type=unit, nargs="+", default=[0.03], help="initial value, falls to 0")
     add("--gamma", type=unit, nargs="+", default=[0.99], help="discount factor")
-    text = "probability of a random action"
-    add("--epsilon", type=unit, nargs="+", default=[0.25], help=text)
+    add("--epsilon", type=unit, nargs="+", default=[0.25], help="probability of a random action")
     add("--num-centers", type=count, default=500, help="number of radial basis features")
     width = number(float, 1e-3, 1e3)
     add("--sigma", type=width, nargs="+", default=[0.5], help="width of the features")
@@ -359,15 +349,12 @@ def parse_args(argv=None):
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     if args.buffer_size < args.num_envs:
         parser.error("--buffer-size must be at least --num-envs")
-    if args.learning_starts > args.total_timesteps:
-        parser.error("--learning-starts must be at most --total-timesteps")
     update_timesteps = args.num_envs
     min_updates = math.ceil(args.total_timesteps / update_timesteps)
     args.num_intervals = math.ceil(min_updates / math.ceil(args.log_interval / update_timesteps))
     args.interval_updates = math.ceil(min_updates / args.num_intervals)
     args.interval_timesteps = args.interval_updates * update_timesteps
-    steps_without_update = (args.learning_starts - 1) // args.num_envs
-    args.num_updates = args.num_intervals * args.interval_updates - steps_without_update
+    args.num_updates = args.num_intervals * args.interval_updates
     return args
 
 
@@ -431,8 +418,7 @@ def main(argv=None):
         print("interrupted: the results are those of the last line")
 
     greedy_return = on_devices(evaluate)(runs_and_copies, state)  # (R, E)
-    features = state.features._replace(centers=state.features.centers.mT)  # (R, F, D)
-    learned = features._asdict() | {"weights": state.weights}
+    learned = {"centers": state.centers, "weights": state.weights}
     greedy_return, learned = gather((greedy_return, learned), num_runs)
     settings = np.split(greedy_return.mean(axis=1), len(labels))
     for label, means in zip(labels, settings, strict=True):
@@ -445,8 +431,9 @@ def main(argv=None):
         "train_seconds": train_seconds,
         "interrupted": len(history) < args.num_intervals,
         "timesteps": timesteps[: len(history)],
-        **jax.tree.map(lambda *values: np.stack(values), *history),  # (K, R)
+        **{name: np.stack([line[name] for line in history]) for name in history[0]},  # (K, R)
         "greedy_return": greedy_return,
+        "obs_scale": np.tile(OBS_SCALE[args.env_id], (num_runs, 1)),
         **learned,
     }
     if args.save:
