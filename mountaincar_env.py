@@ -76,8 +76,8 @@ class EnvState(environment.EnvState):
 
 
 def cosine(x):
-    """cos(x) by Taylor's series, for |x| < 3.7; on a CPU, a rollout is 6 times as fast with it."""
-    series = [(-1) ** k / math.factorial(2 * k) for k in range(10, -1, -1)]
+    """cos(x) by Taylor's series, for |x| < 3.7: on a CPU, a rollout is 6 times as fast with it."""
+    series = [(-1) ** k / math.factorial(2 * k) for k in range(9, -1, -1)]
     return jnp.polyval(np.array(series, x.dtype), x**2)
 
 

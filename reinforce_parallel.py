@@ -149,22 +149,22 @@ def play(args, params, key, greedy=False):
     """Play one episode. Return its steps, padded to the time limit, and the states (T,)."""
     env, env_params = make_env(args.env_id)
 
-    def step(carry, key):
-        obs, env_state, mask = carry
-        key_action, key_step = jax.random.split(key)
+    def step(carry, _):
+        key, obs, env_state, mask = carry
+        key, key_action, key_step = jax.random.split(key, 3)
         obs = obs.reshape(-1).astype(float)
         action = greedy_action(params, obs) if greedy else sample(params, obs, key_action)
         next_obs, next_state, reward, terminated, truncated, _ = env.step(
             key_step, env_state, to_bounds(env.action_space(env_params), action), env_params
         )
         # Where an episode ended, gymnax has begun the next one. That is the padding.
-        next_carry = next_obs, next_state, mask & ~(terminated | truncated)
+        next_carry = key, next_obs, next_state, mask & ~(terminated | truncated)
         return next_carry, (Step(obs, action, reward.astype(float), mask), env_state)
 
-    key_reset, key_steps = jax.random.split(key)
+    key, key_reset = jax.random.split(key)
     obs, env_state = env.reset(key_reset, env_params)
-    keys = jax.random.split(key_steps, int(env_params.max_steps_in_episode))
-    _, (steps, env_states) = jax.lax.scan(step, (obs, env_state, jnp.array(True)), keys)
+    carry = key, obs, env_state, jnp.array(True)
+    _, (steps, env_states) = jax.lax.scan(step, carry, length=int(env_params.max_steps_in_episode))
     return steps, env_states
 
 

@@ -31,7 +31,6 @@ VALUES = {
     "--epsilon-decay": (["1e-6", "0.5", "0.99999"], [*FRACTION[1], "0", "0.999999"]),
     "--grid-size": (["8 12", "20 30"], ["8", "x 8", "nan 8", "-8 12", "0 12", "8 12.5", "8 12 1"]),
     "--learning-rate": FRACTION,
-    "--learning-starts": (["1", "2e5"], [*COUNT[1], "200001"]),
     "--log-interval": (["1", "1e6"], [*COUNT[1], "2e9"]),
     "--num-envs": (["16", "32"], [*COUNT[1], "1e9"]),
     "--policy": (["random", "rocking"], ["nonsense", "0"]),

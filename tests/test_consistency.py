@@ -22,11 +22,10 @@ DIFFERS = {
     "TrainState": LEARNED_FROM,
     "init_state": [[PARALLEL], [REPLAY, DECAY], [GRID], [CAR], [REINFORCE]],
     "train_step": LEARNED_FROM,
-    "train_interval": LEARNED_FROM,  # what is averaged; until learning starts, nothing is
-    "td_loss": [[PARALLEL], [REPLAY, DECAY]],  # the target's weights
-    "vector_step": [[PARALLEL, REPLAY], [DECAY], [CAR]],  # how actions are chosen
+    "train_interval": [TRIO, [GRID], [REINFORCE]],  # what is averaged
+    "vector_step": [[PARALLEL, REPLAY], [DECAY]],  # how often actions are random
     "evaluate": [TRIO, [GRID], [REINFORCE]],  # what is greedy
-    "over_runs": [[*TRIO, REINFORCE], [GRID]],  # few agents: one after the other
+    "over_runs": [[*TRIO, CAR, REINFORCE], [GRID]],  # one after the other on a CPU
     "plot": [TRIO, [GRID], [REINFORCE]],  # runs of REINFORCE differ in their steps
 }
 
