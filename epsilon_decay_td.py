@@ -173,10 +173,10 @@ def vector_step(args, state, _):
     return state._replace(episode_return=jnp.where(done, 0.0, total)), (transitions, ended)
 
 
-def td_target(args, weights, centers, transition):
+def td_target(args, state, transition):
     """Target of one transition."""
-    next_q = jnp.max(q_values(args, weights, centers, transition.next_obs))
-    return transition.reward + args.gamma * (1 - transition.terminated) * next_q
+    next_q = q_values(args, state.target_weights, state.centers, transition.next_obs)  # (A,)
+    return transition.reward + args.gamma * (1 - transition.terminated) * jnp.max(next_q)
 
 
 def td_error(args, weights, centers, transition, target):
@@ -203,7 +203,7 @@ def train_step(args, state, _):
     chosen = jax.random.randint(key_batch, args.batch_size, 0, stored)
     batch = jax.tree.map(lambda column: column[chosen], buffer)  # (B,)
     # The targets are made before the loss, so no gradient flows through them.
-    targets = jax.vmap(partial(td_target, args, state.target_weights, state.centers))(batch)  # (B,)
+    targets = jax.vmap(partial(td_target, args, state))(batch)  # (B,)
     gradient = jax.grad(td_loss, argnums=1, has_aux=True)
     grad, metrics = gradient(args, state.weights, state.centers, batch, targets)
     updates, opt_state = optimizer(args).update(grad, state.opt_state)

@@ -23,6 +23,7 @@ DIFFERS = {
     "init_state": [[PARALLEL], [REPLAY, DECAY], [GRID], [CAR], [REINFORCE]],
     "train_step": LEARNED_FROM,
     "train_interval": [TRIO, [GRID], [REINFORCE]],  # what is averaged
+    "td_target": [[PARALLEL], [REPLAY, DECAY]],  # the target's weights
     "vector_step": [[PARALLEL, REPLAY], [DECAY]],  # how often actions are random
     "evaluate": [TRIO, [GRID], [REINFORCE]],  # what is greedy
     "over_runs": [[*TRIO, CAR, REINFORCE], [GRID]],  # one after the other on a CPU

@@ -1,6 +1,7 @@
 """README.md: its recipes and its Python lines work as they stand, or with shorter runs."""
 
 import re
+from types import SimpleNamespace
 
 import gymnasium
 import gymnax
@@ -12,30 +13,40 @@ import replay_td
 
 README = (ROOT / "README.md").read_text()
 OWN_CAR, ACT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SARSA, NETWORK = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+DOUBLE_Q, SARSA, NETWORK = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
 
 
 def changed(script, recipe):
-    """Apply a recipe: "-" and " " are looked for, "+" and " " replace them. Return its `main`."""
+    """Apply a recipe: "-" and " " are looked for, "+" and " " replace them. Return the module."""
     text = (ROOT / script).read_text()
     for part in re.findall(r"(?:^[ -].*\n)+(?:^\+.*\n)*", recipe, re.MULTILINE):
         old, new = ("".join(re.findall(rf"^[ {sign}](.*\n)", part, re.MULTILINE)) for sign in "-+")
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     exec(text, scope := {"__name__": "changed"})
-    return scope["main"]
+    return SimpleNamespace(**scope)
+
+
+def test_double_q_learning_asks_one_for_the_action_and_the_other_for_its_value():
+    args = SimpleNamespace(env_id="MountainCar-v0", sigma=1.0, gamma=0.5)
+    at_center = replay_td.Transition(np.zeros(2), 0, 1.0, np.zeros(2), terminated=False)
+    weights, target_weights = np.array([[0], [3], [1]]), np.array([[8], [4], [6]])
+    state = SimpleNamespace(
+        weights=weights, target_weights=target_weights, centers=np.zeros((2, 1))
+    )
+    assert changed("replay_td.py", DOUBLE_Q).td_target(args, state, at_center) == 1 + 0.5 * 4
 
 
 def test_sarsa_learns():
     """It takes the risk of random actions into account: the start is worth less than 0.167."""
-    results = changed("gridworld_qlearning.py", SARSA)([])
+    results = changed("gridworld_qlearning.py", SARSA).main([])
     assert np.isfinite(results["greedy_steps"]) and 0.1 < results["q_table"][0, -1, -1].max() < 0.16
 
 
 def test_a_network_learns():
     """A fifteenth of the run in README. A random policy has a return of about 20."""
     [flags] = re.findall(r"`(--num-envs 4 .* --total-timesteps) 300000`", README)
-    results = changed("replay_td.py", NETWORK)(f"{flags} 20000 --seed 1".split())
+    results = changed("replay_td.py", NETWORK).main(f"{flags} 20000 --seed 1".split())
     assert results["greedy_return"].mean() > 200
 
 
