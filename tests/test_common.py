@@ -95,18 +95,12 @@ def test_ctrl_c_keeps_what_the_last_line_shows(script, capsys, monkeypatch):
 
 
 @each(SCRIPTS)
-def test_ctrl_c_before_the_first_line_is_an_error(script, monkeypatch):
-    press_ctrl_c(1, script, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        script.main(script.flags)
-
-
-@each(SCRIPTS)
-def test_ctrl_c_in_a_distributed_job_is_an_error(script, monkeypatch):
+@pytest.mark.parametrize(("interval", "flags"), [(1, []), (2, ["--distributed"])])
+def test_ctrl_c_before_the_first_line_or_in_a_job_is_an_error(interval, flags, script, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    press_ctrl_c(2, script, monkeypatch)
+    press_ctrl_c(interval, script, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        script.main([*script.flags, "--distributed"])
+        script.main([*script.flags, *flags])
 
 
 @each(SCRIPTS)

@@ -61,26 +61,23 @@ def test_steps_equal_gymnasiums(changes):
 
 
 def test_episodes_begin_and_end_as_in_gymnax():
-    """Values, shapes and types; some cars end, by goal, time limit or both, and start again."""
+    """Some of 1,000 cars end, by goal, time limit or both. Starts are drawn with other keys."""
     rng, keys = np.random.default_rng(0), jax.random.split(KEY, 1000)
     time, action = rng.integers(195, 200, 1000), jnp.arange(1000) % 3
     before = states(rng.uniform(-1.2, 0.6, 1000), rng.uniform(-0.07, 0.07, 1000), time)
     found = []
     for env in ENV, THEIRS:
         params = env.default_params.replace(max_steps_in_episode=198, **CHANGES)
-        start, _ = jax.vmap(env.reset, (0, None))(keys, params)
         step = jax.vmap(env.step, (0, 0, 0, None))
         obs, state, reward, terminated, truncated, _ = step(keys, before, action, params)
-        starts = jnp.where((terminated | truncated)[:, None], obs, start)
-        space, actions = env.observation_space(params), jnp.array(env.action_space(params).n)
-        assert space.shape == (2,)
-        rest = state.time, reward, terminated, truncated, space.low, space.high, actions
-        found.append([start, starts, *rest])
-    for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        assert i < 2 or np.array_equal(ours, theirs)
-    for ours in found[0][:2]:  # drawn with other keys than gymnax's; of resets, and in steps
-        assert uniform_starts(np.asarray(ours)) and len(np.unique(ours)) > 990
+        space, actions = env.observation_space(params), env.action_space(params)
+        shapes = space.shape, space.dtype, obs.shape, obs.dtype, state.time.dtype, actions.n
+        ends = state.time, reward, terminated, truncated
+        found.append([*shapes, *ends, space.low, space.high])
+        assert uniform_starts(np.asarray(obs[terminated | truncated]))
+        assert uniform_starts(np.asarray(jax.vmap(env.reset, (0, None))(keys, params)[0]))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs, strict=True)
 
 
 def run(flags, *files):

@@ -46,17 +46,10 @@ def test_ctrl_c_ends_with_a_report(tmp_path):
     assert saved["interrupted"] and saved["q_table"].any() and "\ninterrupted: " in f"\n{out}"
 
 
-JOBS = [
-    ("gridworld_qlearning.py", 1, 1, "--num-seeds 7 --total-timesteps 2000"),
-    ("mountaincar_env.py", 6, 4, "--num-envs 7 --total-timesteps 1400 --log-interval 700"),
-]
-
-
-@pytest.mark.parametrize("job", JOBS, ids=["grid", "car"])
-def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(job, tmp_path):
-    """Seven runs, or cars, do not divide evenly: the surplus that fills the devices is cut."""
-    script, devices, used, flags = job
-    one = start(tmp_path, script, f"{flags} --save one.npz", JAX_NUM_CPU_DEVICES=devices)
+def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(tmp_path):
+    """Seven runs do not divide evenly: the surplus that fills the devices is cut."""
+    script, flags = "gridworld_qlearning.py", "--num-seeds 7 --total-timesteps 2000"
+    one = start(tmp_path, script, f"{flags} --save one.npz", JAX_NUM_CPU_DEVICES=1)
     slurm = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": 2, "JAX_NUM_CPU_DEVICES": 2}
     slurm |= {"SLURM_JOB_ID": os.getpid()}  # jax takes its port from this number
     flags += " --distributed --save job.npz"
@@ -65,8 +58,8 @@ def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(job, tmp_path):
     ]
     out, errors = zip(*[process.communicate(timeout=120) for process in [one, *tasks]], strict=True)
     assert errors == ("", "", "") and {process.returncode for process in [one, *tasks]} == {0}
-    assert f" on {used} x " in out[0] and " on 4 x " in out[1] and " on " not in out[2]
+    assert " on 1 x " in out[0] and " on 4 x " in out[1] and " on " not in out[2]
     alone, job = dict(np.load(tmp_path / "one.npz")), dict(np.load(tmp_path / "job.npz"))
     assert alone.keys() == job.keys()
-    for name in alone.keys() - {"args", "compile_seconds", "train_seconds", "rollout_seconds"}:
+    for name in alone.keys() - {"args", "compile_seconds", "train_seconds"}:
         np.testing.assert_array_equal(job[name], alone[name], err_msg=name)

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 from functools import cache, partial
+from itertools import chain
 from types import SimpleNamespace
 
 import gymnasium
@@ -83,6 +84,11 @@ class Poles:
         columns = before, action, reward, info["final_observation"], terminated
         return list(zip(*map(np.asarray, columns), strict=True))
 
+    def returns_since(self):
+        """Returns of the episodes that ended since the last call."""
+        returns, self.returns = self.returns, []
+        return returns
+
     def greedy_lengths(self, weights):
         """Steps that six greedy episodes take in Gymnasium. They start as gymnax's wrapper does."""
         keys = jnp.stack([jax.random.split(key)[0] for key in jax.random.split(self.key, 6)])
@@ -98,62 +104,55 @@ class Poles:
 
 
 def semi_gradient(gamma, features, weights, next_weights, batch):
-    """Gradient (A, F) of half the mean squared TD error; sizes of TD errors, Q-values (B,)."""
+    """Gradient (A, F) of half the mean squared TD error; means of its size and of Q-values."""
     grad, sizes, taken = np.zeros(weights.shape), [], []
     for obs, action, reward, next_obs, terminated in batch:
         target = reward if terminated else reward + gamma * max(next_weights @ features(next_obs))
         taken.append(weights[action] @ features(obs))
         sizes.append(abs(target - taken[-1]))
         grad[action] -= (target - taken[-1]) * features(obs) / len(batch)
-    return grad, sizes, taken
-
-
-def curves_of(lines):
-    """Mean return, TD error and Q-value of each progress line; nan if no episode ended in it."""
-    columns = zip(*lines, strict=True)
-    return [[np.mean(one) if one else np.nan for one in column] for column in columns]
+    return grad, np.mean(sizes), np.mean(taken)
 
 
 def learn_in_parallel(run):
-    """Four lines of three updates, each from three steps of four poles."""
-    poles, weights, moments = Poles(run), FIRST_WEIGHTS.astype(float), (0.0, 0.0)
-    lines = [([], [], []) for _ in range(4)]
+    """Twelve updates, each from three steps of four poles. Three updates make a line."""
+    poles, weights, moments, shown = Poles(run), FIRST_WEIGHTS.astype(float), (0.0, 0.0), []
     for count in range(12):
-        returns, errors, values = lines[count // 3]
         batch = [row for _ in range(3) for row in poles.step(weights, run.epsilon)]
-        grad, error, value = semi_gradient(run.gamma, poles.features, weights, weights, batch)
+        grad, *means = semi_gradient(run.gamma, poles.features, weights, weights, batch)
         rate = run.learning_rate * (1 - count / 12)
         weights, moments = adam(weights, moments, grad, count, rate)
-        returns += poles.returns
-        errors.append(np.mean(error))
-        values.append(np.mean(value))
-        poles.returns = []
-    return poles, weights, lines
+        shown.append((poles.returns_since(), *means))
+    return poles, weights, curves(shown, 3)
 
 
 def learn_from_the_past(run, epsilons):
-    """Five lines of seven steps, each followed by an update from ten stored transitions.
+    """35 steps, each followed by an update from ten stored transitions. Seven make a line.
 
     The ring has 18 places, so the fifth step overwrites the oldest two of the first.
     """
-    poles, weights, moments = Poles(run), FIRST_WEIGHTS.astype(float), (0.0, 0.0)
-    average, stored, lines = 0 * weights, [], [([], [], []) for _ in range(5)]
+    poles, weights, moments, shown = Poles(run), FIRST_WEIGHTS.astype(float), (0.0, 0.0), []
+    average, stored = 0 * weights, []
     for count in range(35):
-        returns, errors, values = lines[count // 7]
         stored = [*stored, *poles.step(weights, epsilons[count])][-18:]
         poles.key, key_batch = jax.random.split(poles.key)
         first = 4 * (count + 1) - len(stored)  # number of the oldest transition: it is at stored[0]
         places = jax.random.randint(key_batch, 10, 0, len(stored))
         batch = [stored[(int(place) - first) % 18] for place in places]
-        grad, error, value = semi_gradient(run.gamma, poles.features, weights, average, batch)
+        grad, *means = semi_gradient(run.gamma, poles.features, weights, average, batch)
         rate = run.learning_rate * (1 - count / 35)
         weights, moments = adam(weights, moments, grad, count, rate)
         average = average + run.tau * (weights - average)
-        returns += poles.returns
-        errors.append(np.mean(error))
-        values.append(np.mean(value))
-        poles.returns = []
-    return poles, weights, lines
+        shown.append((poles.returns_since(), *means))
+    return poles, weights, curves(shown, 7)
+
+
+def curves(shown, length):
+    """Returns, TD errors and Q-values of lines of so many updates; nan if no episode ended."""
+    returns, errors, values = zip(*shown, strict=True)
+    lines = [[*chain(*returns[i : i + length])] for i in range(0, len(returns), length)]
+    means = [np.reshape(column, (-1, length)).mean(axis=1) for column in (errors, values)]
+    return [np.mean(line) if line else np.nan for line in lines], *means
 
 
 def compare(td, flags, learn, monkeypatch):
@@ -173,8 +172,7 @@ def compare(td, flags, learn, monkeypatch):
     ends, middle = set(), len(runs) // 3  # runs whose flags have the first, the last value in turn
     for i in 0, middle, len(runs) - 1 - middle, len(runs) - 1:
         poles, weights, lines = learn(SimpleNamespace(**runs[i]))
-        names = "returns", "td_error", "q_value"
-        for name, curve in zip(names, curves_of(lines), strict=True):
+        for name, curve in zip(["returns", "td_error", "q_value"], lines, strict=True):
             close(results[name][:, i], curve, rtol=2e-3, atol=1e-5, err_msg=f"{name} of run {i}")
         close(results["weights"][i], weights, rtol=1e-3, atol=1e-3)
         close(results["centers"][i], poles.centers, rtol=1e-6)
