@@ -100,8 +100,7 @@ def select_action(values, explore, uniform):
     Candidates are all actions if the agent explores, else the best ones. All are equally likely.
     """
     candidates = explore | (values == jnp.max(values))  # (A,)
-    # counts = cumsum(candidates), written so that it runs 1.2 times as fast
-    counts = jnp.sum(np.tri(len(MOVES), dtype=bool) & candidates, axis=1)  # (A,)
+    counts = jnp.cumsum(candidates)  # (A,) of candidates up to each action
     return jnp.argmax(counts > uniform * counts[-1])
 
 

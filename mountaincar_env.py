@@ -280,7 +280,7 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of car 0; car i uses seed + i")
     text = "environment steps of all cars, rounded up to whole log intervals"
-    add("--total-timesteps", type=number(int, 1, 1e12), default=5 * 10**8, help=text)
+    add("--total-timesteps", type=number(int, 1, 1e12), default=4 * 10**8, help=text)
     add("--num-envs", type=number(int, 1, 1e6), default=4096, help="cars stepped in lockstep")
     text = "rocking pushes in the direction of motion"
     add("--policy", choices=["random", "rocking"], default="random", help=text)
