@@ -685,10 +685,10 @@ compiling and running the evaluation, and leaving Python. Then the speed of trai
 
 [rejax](https://github.com/keraJLi/rejax) on CartPole-v1 with its own configuration for this task
 (`configs/gymnax/cartpole.yaml`), and our learners with their default flags, in the same minutes:
-one seed, and 20 seeds in one vmapped program (10 of DQN, which takes minutes). All final policies play the same 100 episodes, and
-all play greedily; a seed passes with a mean return of at least 475. The budgets differ: each
-program has its own default. rejax trains neural networks with methods that scale to other tasks;
-what is compared is what a user waits for here.
+one seed, and 20 seeds in one vmapped program (10 of DQN, which takes minutes). All final policies
+play the same 100 episodes greedily, and a seed passes with a mean return of at least 475. The
+budgets differ: each program has its own default. rejax trains neural networks with methods that
+scale to other tasks; what is compared is what a user waits for here.
 
 {peers}
 ## Sweeps
