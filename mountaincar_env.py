@@ -14,10 +14,10 @@ A car is too weak to drive straight up a hill. It must first swing back and fort
     python mountaincar_env.py --policy rocking    # this policy reaches the goal
     python mountaincar_env.py                     # random actions do not
 
-To write another environment, change EnvParams, EnvState, the class, BLOCK and `choose_action`.
-The environment comes first, for one car. What rolls it out on all devices comes after it.
+To write another environment, change EnvParams, EnvState, the class, `choose_action` and BLOCK (no
+episode may be shorter). The environment comes first, for one car; then, what rolls it out.
 
-Shapes: K log intervals, T steps, N = args.num_envs cars, n of them on each device.
+Shapes: K log intervals, T steps, N = args.num_envs cars.
 """
 
 import argparse
@@ -311,7 +311,7 @@ def main(argv=None):
     num_devices, cars_and_copies = spread(cars, args.distributed)
     on_devices = partial(over_runs, args=args, num_devices=num_devices)
     device_kind = jax.devices()[0].device_kind
-    print(f"{args.num_envs:,} x {MountainCar.name} on {num_devices} x {device_kind}")
+    print(f"{args.num_envs:,} x {ENV.name} on {num_devices} x {device_kind}")
 
     began = time.perf_counter()
     state = on_devices(init_state)(cars_and_copies)
@@ -328,7 +328,7 @@ def main(argv=None):
             sums = gather(sums, args.num_envs)  # (N,); waits for it; Ctrl-C is raised here
             seconds += time.perf_counter() - began
             if np.any(sums.alike):
-                raise ValueError("an episode was shorter than BLOCK: make BLOCK smaller")
+                raise ValueError("an episode was shorter than BLOCK steps: make BLOCK smaller")
             # If no episode ended, the means are nan. NumPy would also print a warning.
             episodes, goals, returns, _ = (jnp.sum(array) for array in sums)
             means = {"goals": goals / episodes, "returns": returns / episodes}
