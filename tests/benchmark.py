@@ -2,6 +2,7 @@
 
     python tests/benchmark.py                               # 40 minutes on two cores
     python tests/benchmark.py --peer --newest python3.13    # with rejax, and the newest jax
+    python tests/benchmark.py --environments                # with REINFORCE on all of gymnax
 
 Each script runs as a user would run it, in a process of its own. --peer installs rejax in a virtual
 environment of its own. --newest names a Python that has the packages with the newest jax.
@@ -647,6 +648,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--peer", action="store_true", help="install rejax and run it, too")
     parser.add_argument("--newest", metavar="PYTHON", help="a Python that has the newest jax")
+    text = "run REINFORCE on all environments of gymnax, too"
+    parser.add_argument("--environments", action="store_true", help=text)
     args = parser.parse_args()
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in ["jax", "optax", "gymnax"]
@@ -720,7 +723,8 @@ not learn or take too long, the table has others.
 
 Environments in which nothing is learned are in the table on purpose.
 
-{every_environment()}
+{every_environment() if args.environments else "Not measured: `--environments` was not given."}
+
 ## What each ingredient is worth
 
 Each row makes 20 runs with one change: another value of a flag, or other lines in a copy of the
