@@ -15,12 +15,12 @@ where d is the number of steps of the shortest path to the goal that begins with
     python gridworld_qlearning.py                                          # one agent
     python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # a thousand
 
-To change the task, change `start`, `goal`, MOVES and `env_step`.
+To change the task, change `start`, `goal`, MOVES, SIGNS and `env_step`.
 
 Shapes: R runs (agents), K log intervals, U = args.interval_blocks blocks of T = BLOCK steps,
 H, W = args.grid_size rows and columns, S = H * W cells, A actions.
 
-The algorithm comes first, for one run. The flags, and what runs it on all devices, come after it.
+The algorithm comes first, for one run. Then come flags, and the code that runs it on all devices.
 """
 
 import argparse
@@ -49,6 +49,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left, up: row, column
+SIGNS = np.array([">", "v", "<", "^"])  # (A,) how a move is printed
 BLOCK = 1000  # steps whose random numbers are drawn at once
 
 # These flags take several values, and every combination of them is run. In a function of one run,
@@ -97,18 +98,19 @@ def init_state(args):
 def select_action(values, explore, uniform):
     """Choose an action epsilon-greedily by values (A,), with a uniform number in [0, 1).
 
-    Candidates are all actions if the agent explores, else the best ones. All are equally likely.
+    Candidates are all actions if the agent explores, else the best ones: each is equally likely.
     """
     candidates = explore | (values == jnp.max(values))  # (A,)
-    counts = jnp.cumsum(candidates)  # (A,) of candidates up to each action
+    counts = jnp.cumsum(candidates)  # (A,) candidates up to each action
     return jnp.argmax(counts > uniform * counts[-1])
 
 
 def train_step(args, state, draws):
-    """Take one step, and update the value of the action taken. Also return what ended with it."""
+    """Take one step and update the value of its action. Also return totals of an ended episode."""
     row, column = state.cell
     values = state.q_table[row, column]  # (A,)
-    action = select_action(values, *draws)
+    explore, uniform = draws
+    action = select_action(values, explore, uniform)
     next_cell, reward, terminated = env_step(args, state.cell, action)
     next_value = jnp.where(terminated, 0.0, jnp.max(state.q_table[*next_cell]))
     td_error = reward + args.gamma * next_value - values[action]
@@ -164,10 +166,10 @@ COMPILER_OPTIONS = {  # on a CPU
 
 
 def sweep(args):
-    """Combine the values of the swept flags with each other (a setting) and with the seeds (a run).
+    """Combine the values of the swept flags (settings), and each setting with all seeds (runs).
 
-    Return the values that differ between runs, (R,) each by name, the runs of a setting one after
-    the other; and a label for each setting, which names the flags that vary.
+    Return the swept flags and the seed by name, (R,) each, setting by setting; and a label for each
+    setting: its values of the flags that vary.
     """
     values = {name: vars(args)[name] for name in SWEPT}
     values["seed"] = args.seed + np.arange(args.num_seeds)
@@ -180,7 +182,7 @@ def sweep(args):
 
 
 def spread(runs, all_devices):
-    """Return how many devices R runs need, and runs to which copies of the last one are added.
+    """Return how many devices R runs need, and the runs, padded with copies of the last one.
 
     The copies fill up the devices: each takes the same number of runs.
     """
@@ -188,26 +190,26 @@ def spread(runs, all_devices):
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if all_devices else math.ceil(num_runs / per_device)
     copies = num_devices * per_device - num_runs
-    return num_devices, {name: np.pad(own, (0, copies), "edge") for name, own in runs.items()}
+    return num_devices, {name: np.pad(array, (0, copies), "edge") for name, array in runs.items()}
 
 
 def over_runs(function, args, num_devices):
     """Compile function(args, *arrays) of one run for all runs, spread over devices.
 
-    The compiled function takes runs in the place of args: each run's own values replace those in
+    The compiled function takes runs in place of args: each run's own values replace those in
     args. The other arrays have an axis of runs in front. A CPU core takes its runs one after the
     other, because updating many tables at once is slow there; on other devices they are vmapped.
     """
+    on_cpu = jax.default_backend() == "cpu"
 
     def of_one_run(own, *arrays):
         return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
 
-    def of_all_runs(*arrays):  # of a device
+    def of_all_runs(*arrays):  # of one device
         if on_cpu:
             return jax.lax.map(lambda run: of_one_run(*run), arrays)
         return jax.vmap(of_one_run)(*arrays)
 
-    on_cpu = jax.default_backend() == "cpu"
     mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
     # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
     shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
@@ -238,8 +240,8 @@ def file_name(suffix):
 
     def parse(path):
         folder, name = os.path.split(path)
-        place = path if os.path.exists(path) else os.path.join(folder, ".")
-        can_write = os.access(place, os.W_OK) and not os.path.isdir(path)
+        must_exist = path if os.path.exists(path) else os.path.join(folder, ".")
+        can_write = os.access(must_exist, os.W_OK) and not os.path.isdir(path)
         if not can_write or os.path.splitext(name)[1] != suffix:
             raise argparse.ArgumentTypeError(f"{path!r} is not a {suffix} file that can be written")
         return path
@@ -257,7 +259,7 @@ def parse_args(argv=None):
     unit = number(float, 0, 1)
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
     add("--num-seeds", type=count, default=1, help="runs (agents) of each setting")
-    text = "environment steps per run, rounded up to whole log intervals"
+    text = "environment steps per run, rounded up to equal log intervals"
     add("--total-timesteps", type=steps, default=1_000_000, help=text)
     add("--grid-size", type=number(int, 2, 1e3), default=[8, 12], nargs=2, help="rows, columns")
     add("--learning-rate", type=unit, nargs="+", default=[0.1], help="step size alpha")
@@ -278,19 +280,19 @@ def parse_args(argv=None):
     return args
 
 
-MAX_TABLES = 4  # that are printed and drawn
+MAX_TABLES = 4  # printed and drawn, at most
 
 
 def grid_text(table):
     """Greedy actions and values of a table (H, W, A), a line per row; "." where all are 0."""
     values = table.max(axis=-1)
-    signs = np.where(np.any(table, axis=-1), np.array(list(">v<^"))[table.argmax(axis=-1)], ".")
+    signs = np.where(np.any(table, axis=-1), SIGNS[table.argmax(axis=-1)], ".")
     cells = np.char.add(signs, np.char.mod(" %.3f", values))
     return "\n".join("  ".join(row) for row in cells)
 
 
 def summary(args, q_table, greedy_steps):
-    """What the runs (r,) of one setting learned, in words, from tables (r, H, W, A)."""
+    """Describe what the r runs of a setting learned: tables (r, H, W, A), greedy steps (r,)."""
     value = q_table[:, *start(args)].max(axis=-1).mean()
     arrived = greedy_steps[np.isfinite(greedy_steps)]
     longest = f", in at most {arrived.max():.0f} steps" if len(arrived) else ""
@@ -341,10 +343,10 @@ def main(argv=None):
         for timestep in timesteps:
             began = time.perf_counter()
             next_state, metrics = train(runs_and_copies, state)
-            history.append(gather(metrics, num_runs))  # waits for it; Ctrl-C is raised here
+            history.append(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
             state = next_state
             train_seconds += time.perf_counter() - began
-            mean = jax.tree.map(jnp.nanmean, history[-1])  # NumPy's would warn if all are nan
+            mean = jax.tree.map(jnp.nanmean, history[-1])  # np.nanmean would warn if all are nan
             speed = timestep * num_runs / train_seconds
             print(
                 f"step {timestep:,}  steps per episode {mean['steps_per_episode']:.1f}"
@@ -355,15 +357,15 @@ def main(argv=None):
             raise
         print("interrupted: the results are those of the last line")
 
-    greedy_steps = on_devices(evaluate)(runs_and_copies, state)  # (R,)
-    greedy_steps, q_table = gather((greedy_steps, state.q_table), num_runs)
-    settings = np.split(q_table, len(labels)), np.split(greedy_steps, len(labels))
-    tables = [q_tables.mean(axis=0) for q_tables in settings[0]]
+    greedy_steps = on_devices(evaluate)(runs_and_copies, state)
+    greedy_steps, q_table = gather((greedy_steps, state.q_table), num_runs)  # (R,), (R, H, W, A)
+    q_tables, steps = np.split(q_table, len(labels)), np.split(greedy_steps, len(labels))
+    tables = [agents.mean(axis=0) for agents in q_tables]
     for label, table in zip(labels[:MAX_TABLES], tables[:MAX_TABLES], strict=True):
         print(f"{label}  mean of the agents' tables".strip(), grid_text(table), sep="\n")
     if len(labels) > MAX_TABLES:
         print(f"the first {MAX_TABLES} of {len(labels)} tables are shown")
-    for label, *learned in zip(labels, *settings, strict=True):
+    for label, *learned in zip(labels, q_tables, steps, strict=True):
         print(f"{label}  {summary(args, *learned)}".strip())
     results = {
         "args": json.dumps(vars(args)),
@@ -377,7 +379,7 @@ def main(argv=None):
         "q_table": q_table,
     }
     if args.save:
-        np.savez(args.save, allow_pickle=False, **results)  # an error if they are nested
+        np.savez(args.save, allow_pickle=False, **results)  # an error if one is not an array
     if args.plot:
         plot(args.plot, labels[:MAX_TABLES], tables[:MAX_TABLES])
     return results

@@ -15,7 +15,7 @@ A car is too weak to drive straight up a hill. It must first swing back and fort
     python mountaincar_env.py                     # random actions do not
 
 To write another environment, change EnvParams, EnvState, the class, `choose_action` and BLOCK (no
-episode may be shorter). The environment comes first, for one car; then, what rolls it out.
+episode may be shorter). The environment comes first, for one car; then the code that rolls it out.
 
 Shapes: K log intervals, T steps, N = args.num_envs cars.
 """
@@ -55,9 +55,9 @@ MAX_SAVED = 1e8  # steps; they are in memory twice while they are joined
 
 @struct.dataclass
 class EnvParams(environment.EnvParams):
-    """Sutton & Barto's constants, and Gymnasium's (G); lengths have the unit of the position."""
+    """Constants of Sutton & Barto, or Gymnasium's (G). The unit of length is that of position."""
 
-    min_position: float = -1.2  # length; a wall
+    min_position: float = -1.2  # length; a wall (`cosine` allows |position| up to 1.23)
     max_position: float = 0.6  # length; the end of the track, beyond the goal (G)
     max_speed: float = 0.07  # length / step
     goal_position: float = 0.5  # length
@@ -112,7 +112,7 @@ class MountainCar(environment.Environment):
         return self.observe(key_observe, state, None, params), state
 
     def observe(self, key, state, action, params):
-        """Return the observation (2,) of a state, to which the action led (None at the start)."""
+        """Return the observation (2,) of a state that `action` led to (None at the start)."""
         return jnp.stack([state.position, state.velocity])
 
     def is_terminated(self, state, params):
@@ -153,13 +153,13 @@ class Sums(NamedTuple):
 
 def init_state(args):
     """State in which a car starts."""
-    key, key_start = jax.random.split(jax.random.key(args.seed))
-    obs, env_state = ENV.reset_env(key_start, PARAMS)
+    key, key_reset = jax.random.split(jax.random.key(args.seed))
+    obs, env_state = ENV.reset_env(key_reset, PARAMS)
     return CarState(key, env_state, obs, episode_return=jnp.array(0.0))
 
 
 def choose_action(args, obs, uniform):
-    """Choose an action, a random one with the help of a number in [0, 1)."""
+    """Choose an action. A number in [0, 1) makes it random."""
     if args.policy == "rocking":
         return jnp.where(obs[1] < 0, 0, 2)
     return (3 * uniform).astype(int)
@@ -189,8 +189,8 @@ def step(args, new_episode, carry, draws):
 def block(args, carry, _):
     """Take BLOCK steps. Drawing their random numbers at once is 10 times as fast as one by one."""
     state, sums = carry
-    key, key_start, key_action, key_step = jax.random.split(state.key, 4)
-    new_episode = ENV.reset_env(key_start, PARAMS)
+    key, key_reset, key_action, key_step = jax.random.split(state.key, 4)
+    new_episode = ENV.reset_env(key_reset, PARAMS)
     draws = jax.random.split(key_step, BLOCK), jax.random.uniform(key_action, BLOCK)
     carry = state._replace(key=key), sums
     (state, new_sums), kept = jax.lax.scan(partial(step, args, new_episode), carry, draws)
@@ -199,7 +199,7 @@ def block(args, carry, _):
 
 
 def rollout(args, state):
-    """Step up to the next progress line. Also return what it shows, and what --save keeps (T,)."""
+    """Step up to the next progress line. Also return what the line shows, and what --save keeps."""
     step_block = partial(block, args)
     (state, sums), kept = jax.lax.scan(step_block, (state, Sums()), length=args.interval_blocks)
     return state, sums, jax.tree.map(jnp.concatenate, kept)
@@ -212,7 +212,7 @@ COMPILER_OPTIONS = {  # on a CPU
 
 
 def spread(runs, all_devices):
-    """Return how many devices R runs need, and runs to which copies of the last one are added.
+    """Return how many devices R runs need, and the runs, padded with copies of the last one.
 
     The copies fill up the devices: each takes the same number of runs.
     """
@@ -220,13 +220,13 @@ def spread(runs, all_devices):
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if all_devices else math.ceil(num_runs / per_device)
     copies = num_devices * per_device - num_runs
-    return num_devices, {name: np.pad(own, (0, copies), "edge") for name, own in runs.items()}
+    return num_devices, {name: np.pad(array, (0, copies), "edge") for name, array in runs.items()}
 
 
 def over_runs(function, args, num_devices):
     """Compile function(args, *arrays) of one run for all runs, vmapped and spread over devices.
 
-    The compiled function takes runs in the place of args: each run's own values replace those in
+    The compiled function takes runs in place of args: each run's own values replace those in
     args. The other arrays have an axis of runs in front.
     """
 
@@ -264,8 +264,8 @@ def file_name(suffix):
 
     def parse(path):
         folder, name = os.path.split(path)
-        place = path if os.path.exists(path) else os.path.join(folder, ".")
-        can_write = os.access(place, os.W_OK) and not os.path.isdir(path)
+        must_exist = path if os.path.exists(path) else os.path.join(folder, ".")
+        can_write = os.access(must_exist, os.W_OK) and not os.path.isdir(path)
         if not can_write or os.path.splitext(name)[1] != suffix:
             raise argparse.ArgumentTypeError(f"{path!r} is not a {suffix} file that can be written")
         return path
@@ -279,7 +279,7 @@ def parse_args(argv=None):
     parser.allow_abbrev = False
     add = parser.add_argument
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of car 0; car i uses seed + i")
-    text = "environment steps of all cars, rounded up to whole log intervals"
+    text = "environment steps of all cars, rounded up to equal log intervals"
     add("--total-timesteps", type=number(int, 1, 1e12), default=4 * 10**8, help=text)
     add("--num-envs", type=number(int, 1, 1e6), default=4096, help="cars stepped in lockstep")
     text = "rocking pushes in the direction of motion"
@@ -303,7 +303,7 @@ def parse_args(argv=None):
 
 
 def main(argv=None):
-    """Roll out and report. Return what --save writes; the steps are in it only with --save."""
+    """Roll out and report. Return what --save writes; without --save, the steps are left out."""
     args = parse_args(argv)
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
@@ -325,7 +325,7 @@ def main(argv=None):
         for timestep in timesteps:
             began = time.perf_counter()
             state, sums, kept = roll(cars_and_copies, state)
-            sums = gather(sums, args.num_envs)  # (N,); waits for it; Ctrl-C is raised here
+            sums = gather(sums, args.num_envs)  # (N,); waits for roll; Ctrl-C is raised here
             seconds += time.perf_counter() - began
             if np.any(sums.alike):
                 raise ValueError("an episode was shorter than BLOCK steps: make BLOCK smaller")
@@ -349,7 +349,7 @@ def main(argv=None):
         "rollout_seconds": seconds,
         "interrupted": len(history) < args.num_intervals,
         "timesteps": timesteps[: len(history)],
-        **jax.tree.map(lambda *values: np.stack(values), *history),  # (K,)
+        **{name: np.stack([line[name] for line in history]) for name in history[0]},  # (K,)
     }
     if args.save:
         arrays = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *trajectory)

@@ -27,7 +27,7 @@ Shapes: R runs, K log intervals, U = args.interval_updates updates, N = args.num
 T steps (the time limit), E = args.eval_episodes episodes, D observation dimensions,
 H = args.hidden_size units, A actions, or action dimensions if actions are continuous.
 
-The algorithm comes first, for one run. The flags, and what runs it on all devices, come after it.
+The algorithm comes first, for one run. Then come flags, and the code that runs it on all devices.
 """
 
 import argparse
@@ -169,19 +169,20 @@ def play(args, params, key, greedy=False):
 
 
 def returns_to_go(args, rewards):
-    """Discounted sums (T,) of the rewards (T,) of one episode from each step on."""
+    """Discounted returns (T,) from each step of one episode on, given its rewards (T,)."""
 
     def step(later, reward):
         return_to_go = reward + args.gamma * later
         return return_to_go, return_to_go
 
-    return jax.lax.scan(step, 0.0, rewards, reverse=True)[1]
+    _, returns = jax.lax.scan(step, 0.0, rewards, reverse=True)
+    return returns
 
 
 def advantages(args, episodes):
     """Each return to go (N, T) minus the mean of the other episodes'; 0 in the padding."""
     returns = jax.vmap(partial(returns_to_go, args))(episodes.mask * episodes.reward)
-    # Relative to episode 0, equal returns are exactly 0: Adam would make steps of rounding errors.
+    # So equal returns are exactly 0. Otherwise, Adam would turn rounding errors into full steps.
     relative = returns - returns[0]
     others = (relative.sum(axis=0) - relative) / (len(relative) - 1)
     return episodes.mask * (relative - others)
@@ -194,7 +195,7 @@ def policy_loss(params, episodes, advantage):
 
 
 def train_step(args, state, _):
-    """Play N episodes, then make one Adam step. Also return what progress lines show."""
+    """Play N episodes, then make one Adam step. Also return what a progress line shows."""
     key, key_play = jax.random.split(state.key)
     keys = jax.random.split(key_play, args.num_envs)
     episodes, _ = jax.vmap(partial(play, args, state.params))(keys)  # (N, T)
@@ -233,10 +234,10 @@ WITH_PICTURES = (
 
 
 def sweep(args):
-    """Combine the values of the swept flags with each other (a setting) and with the seeds (a run).
+    """Combine the values of the swept flags (settings), and each setting with all seeds (runs).
 
-    Return the values that differ between runs, (R,) each by name, the runs of a setting one after
-    the other; and a label for each setting, which names the flags that vary.
+    Return the swept flags and the seed by name, (R,) each, setting by setting; and a label for each
+    setting: its values of the flags that vary.
     """
     values = {name: vars(args)[name] for name in SWEPT}
     values["seed"] = args.seed + np.arange(args.num_seeds)
@@ -249,7 +250,7 @@ def sweep(args):
 
 
 def spread(runs, all_devices):
-    """Return how many devices R runs need, and runs to which copies of the last one are added.
+    """Return how many devices R runs need, and the runs, padded with copies of the last one.
 
     The copies fill up the devices: each takes the same number of runs.
     """
@@ -257,13 +258,13 @@ def spread(runs, all_devices):
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if all_devices else math.ceil(num_runs / per_device)
     copies = num_devices * per_device - num_runs
-    return num_devices, {name: np.pad(own, (0, copies), "edge") for name, own in runs.items()}
+    return num_devices, {name: np.pad(array, (0, copies), "edge") for name, array in runs.items()}
 
 
 def over_runs(function, args, num_devices):
     """Compile function(args, *arrays) of one run for all runs, vmapped and spread over devices.
 
-    The compiled function takes runs in the place of args: each run's own values replace those in
+    The compiled function takes runs in place of args: each run's own values replace those in
     args. The other arrays have an axis of runs in front.
     """
 
@@ -301,8 +302,8 @@ def file_name(suffix):
 
     def parse(path):
         folder, name = os.path.split(path)
-        place = path if os.path.exists(path) else os.path.join(folder, ".")
-        can_write = os.access(place, os.W_OK) and not os.path.isdir(path)
+        must_exist = path if os.path.exists(path) else os.path.join(folder, ".")
+        can_write = os.access(must_exist, os.W_OK) and not os.path.isdir(path)
         if not can_write or os.path.splitext(name)[1] != suffix:
             raise argparse.ArgumentTypeError(f"{path!r} is not a {suffix} file that can be written")
         return path
@@ -321,8 +322,7 @@ def parse_args(argv=None):
     add("--env-id", choices=env_ids, default="CartPole-v1", help="gymnax environment")
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
     add("--num-seeds", type=count, default=1, help="runs of each setting")
-    text = "updates per run, rounded up to whole log intervals"
-    add("--num-iterations", type=count, default=100, help=text)
+    add("--num-iterations", type=count, default=100, help="updates, rounded up to equal intervals")
     add("--num-envs", type=number(int, 2, 1e6), default=16, help="episodes per update")
     add("--learning-rate", type=unit, nargs="+", default=[0.01], help="initial value, falls to 0")
     add("--gamma", type=unit, nargs="+", default=[0.99], help="discount factor")
@@ -387,7 +387,7 @@ def animate(args, path, params, key):
 def main(argv=None):
     """Train, evaluate and report. Return what --save writes."""
     args = parse_args(argv)
-    make_env(args.env_id)  # here, since some environments cannot be made inside of jit
+    make_env(args.env_id)  # fills the cache: some environments cannot be made inside of jit
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
         args.save = args.plot = args.gif = None
@@ -410,10 +410,10 @@ def main(argv=None):
         for iteration in iterations:
             began = time.perf_counter()
             next_state, metrics = train(runs_and_copies, state)
-            metrics = gather(metrics, num_runs)  # (R, U); waits for them; Ctrl-C is raised here
+            metrics = gather(metrics, num_runs)  # (R, U); waits for train; Ctrl-C is raised here
             state = next_state
             train_seconds += time.perf_counter() - began
-            timesteps = timesteps + metrics["timesteps"].sum(axis=1)
+            timesteps = timesteps + metrics["timesteps"].sum(axis=1)  # not +=: history has the old
             history.append({"timesteps": timesteps, "returns": metrics["returns"].mean(axis=1)})
             speed = timesteps.sum() / train_seconds
             mean_return = history[-1]["returns"].mean()
@@ -423,9 +423,9 @@ def main(argv=None):
             raise
         print("interrupted: the results are those of the last line")
 
-    greedy_return = on_devices(evaluate)(runs_and_copies, state)  # (R, E)
+    greedy_return = on_devices(evaluate)(runs_and_copies, state)
     arrays = greedy_return, state.params, jax.random.key_data(state.key)
-    greedy_return, params, key_data = gather(arrays, num_runs)
+    greedy_return, params, key_data = gather(arrays, num_runs)  # (R, E), (R, ...) each, (R, ...)
     settings = np.split(greedy_return.mean(axis=1), len(labels))
     for label, means in zip(labels, settings, strict=True):
         text = f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
@@ -441,7 +441,7 @@ def main(argv=None):
         **params,
     }
     if args.save:
-        np.savez(args.save, allow_pickle=False, **results)  # an error if they are nested
+        np.savez(args.save, allow_pickle=False, **results)  # an error if one is not an array
     if args.plot:
         plot(args.plot, labels, results["timesteps"], results["returns"])
     if args.gif:

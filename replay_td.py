@@ -4,7 +4,7 @@
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
 # ///
-"""Q-learning with a replay buffer: parallel_td.py, but each update learns from the past.
+"""Q-learning from a replay buffer: parallel_td.py, but updates learn from past transitions.
 
     Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / scale - c_i|^2 / (2 sigma^2))
     target  = r + gamma max_a' Q'(s', a'),    or r if s' is terminal
@@ -27,7 +27,7 @@ Shapes: R runs, K log intervals, U = args.interval_updates updates, N = args.num
 C = args.buffer_size transitions in the buffer, B = args.batch_size transitions in a batch,
 E = args.eval_episodes episodes, D observation dimensions, F = args.num_centers features, A actions.
 
-The algorithm comes first, for one run. The flags, and what runs it on all devices, come after it.
+The algorithm comes first, for one run. Then come flags, and the code that runs it on all devices.
 """
 
 import argparse
@@ -136,13 +136,13 @@ def init_state(args):
 def q_values(args, weights, centers, obs):
     """Values (A,) of all actions in an observation (D,)."""
     scaled = obs / jnp.array(OBS_SCALE[args.env_id])
-    distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,) squared
-    phi = jnp.exp(-distance / (2 * args.sigma**2))
+    squared_distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,)
+    phi = jnp.exp(-squared_distance / (2 * args.sigma**2))  # (F,)
     return jnp.stack([w_a @ phi for w_a in weights])  # 1.4 times as fast as weights @ phi
 
 
 def vector_step(args, state, _):
-    """Step N environments epsilon-greedily. Also return transitions and sums of ended episodes."""
+    """Step N environments epsilon-greedily. Also return transitions, totals of ended episodes."""
     env, env_params = make_env(args.env_id)
     keys = jax.random.split(state.key, args.num_envs + 3)
     key, key_explore, key_action = keys[:3]
@@ -195,10 +195,10 @@ def train_step(args, state, _):
     stored = jnp.minimum(written, args.buffer_size)
     chosen = jax.random.randint(key_batch, args.batch_size, 0, stored)
     batch = jax.tree.map(lambda column: column[chosen], buffer)  # (B,)
-    # The targets are made before the loss, so no gradient flows through them.
+    # The targets are computed outside of the loss, so no gradient flows through them.
     targets = jax.vmap(partial(td_target, args, state))(batch)  # (B,)
-    gradient = jax.grad(td_loss, argnums=1, has_aux=True)
-    grad, metrics = gradient(args, state.weights, state.centers, batch, targets)
+    loss_grad = jax.grad(td_loss, argnums=1, has_aux=True)
+    grad, metrics = loss_grad(args, state.weights, state.centers, batch, targets)
     updates, opt_state = optimizer(args).update(grad, state.opt_state)
     weights = optax.apply_updates(state.weights, updates)
     average = optax.incremental_update(weights, state.target_weights, args.tau)
@@ -230,7 +230,7 @@ def evaluate(args, state):
 
 
 COMPILER_OPTIONS = {  # on a CPU
-    "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time, runs as fast
+    "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
     "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.2 times as fast
     # Do not split small arrays among threads: 1.6 times as fast. Do not use the matrix library of
     # jax 0.11, which is slow for small matrices: 1.7 times as fast.
@@ -239,10 +239,10 @@ COMPILER_OPTIONS = {  # on a CPU
 
 
 def sweep(args):
-    """Combine the values of the swept flags with each other (a setting) and with the seeds (a run).
+    """Combine the values of the swept flags (settings), and each setting with all seeds (runs).
 
-    Return the values that differ between runs, (R,) each by name, the runs of a setting one after
-    the other; and a label for each setting, which names the flags that vary.
+    Return the swept flags and the seed by name, (R,) each, setting by setting; and a label for each
+    setting: its values of the flags that vary.
     """
     values = {name: vars(args)[name] for name in SWEPT}
     values["seed"] = args.seed + np.arange(args.num_seeds)
@@ -255,7 +255,7 @@ def sweep(args):
 
 
 def spread(runs, all_devices):
-    """Return how many devices R runs need, and runs to which copies of the last one are added.
+    """Return how many devices R runs need, and the runs, padded with copies of the last one.
 
     The copies fill up the devices: each takes the same number of runs.
     """
@@ -263,13 +263,13 @@ def spread(runs, all_devices):
     per_device = math.ceil(num_runs / jax.device_count())
     num_devices = jax.device_count() if all_devices else math.ceil(num_runs / per_device)
     copies = num_devices * per_device - num_runs
-    return num_devices, {name: np.pad(own, (0, copies), "edge") for name, own in runs.items()}
+    return num_devices, {name: np.pad(array, (0, copies), "edge") for name, array in runs.items()}
 
 
 def over_runs(function, args, num_devices):
     """Compile function(args, *arrays) of one run for all runs, vmapped and spread over devices.
 
-    The compiled function takes runs in the place of args: each run's own values replace those in
+    The compiled function takes runs in place of args: each run's own values replace those in
     args. The other arrays have an axis of runs in front.
     """
 
@@ -307,8 +307,8 @@ def file_name(suffix):
 
     def parse(path):
         folder, name = os.path.split(path)
-        place = path if os.path.exists(path) else os.path.join(folder, ".")
-        can_write = os.access(place, os.W_OK) and not os.path.isdir(path)
+        must_exist = path if os.path.exists(path) else os.path.join(folder, ".")
+        can_write = os.access(must_exist, os.W_OK) and not os.path.isdir(path)
         if not can_write or os.path.splitext(name)[1] != suffix:
             raise argparse.ArgumentTypeError(f"{path!r} is not a {suffix} file that can be written")
         return path
@@ -326,7 +326,7 @@ def parse_args(argv=None):
     add("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
     add("--num-seeds", type=count, default=1, help="runs of each setting")
-    text = "environment steps per run, rounded up to whole log intervals"
+    text = "environment steps per run, rounded up to equal log intervals"
     add("--total-timesteps", type=number(int, 1, 1e9), default=200_000, help=text)
     add("--num-envs", type=count, default=16, help="environments stepped in lockstep")
     add("--buffer-size", type=count, default=100_000, help="transitions that the buffer holds")
@@ -366,7 +366,7 @@ def plot(path, labels, timesteps, returns):
     plt.figure(layout="constrained")
     settings = np.split(returns, len(labels), axis=1)
     for i, (label, curves) in enumerate(zip(labels, settings, strict=True)):
-        median = jnp.nanmedian(curves, axis=1)  # NumPy's would warn if all are nan
+        median = jnp.nanmedian(curves, axis=1)  # np.nanmedian would warn if all are nan
         plt.plot(timesteps, curves, f"C{i}.-", linewidth=0.5, markersize=1, alpha=0.3)
         plt.plot(timesteps, median, f"C{i}.-", linewidth=2, label=f"median  {label}".strip())
     plt.gca().xaxis.set_major_formatter(EngFormatter(sep=""))  # 100k
@@ -380,7 +380,7 @@ def plot(path, labels, timesteps, returns):
 def main(argv=None):
     """Train, evaluate and report. Return what --save writes."""
     args = parse_args(argv)
-    make_env(args.env_id)  # here, since some environments cannot be made inside of jit
+    make_env(args.env_id)  # fills the cache: some environments cannot be made inside of jit
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
         args.save = args.plot = None
@@ -403,10 +403,10 @@ def main(argv=None):
         for timestep in timesteps:
             began = time.perf_counter()
             next_state, metrics = train(runs_and_copies, state)
-            history.append(gather(metrics, num_runs))  # waits for it; Ctrl-C is raised here
+            history.append(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
             state = next_state
             train_seconds += time.perf_counter() - began
-            mean = jax.tree.map(jnp.nanmean, history[-1])  # NumPy's would warn if all are nan
+            mean = jax.tree.map(jnp.nanmean, history[-1])  # np.nanmean would warn if all are nan
             speed = timestep * num_runs / train_seconds
             print(
                 f"step {timestep:,}  return {mean['returns']:.1f}  td_error {mean['td_error']:.3f}"
@@ -417,9 +417,9 @@ def main(argv=None):
             raise
         print("interrupted: the results are those of the last line")
 
-    greedy_return = on_devices(evaluate)(runs_and_copies, state)  # (R, E)
+    greedy_return = on_devices(evaluate)(runs_and_copies, state)
     learned = {"centers": state.centers, "weights": state.weights}
-    greedy_return, learned = gather((greedy_return, learned), num_runs)
+    greedy_return, learned = gather((greedy_return, learned), num_runs)  # (R, E), (R, ...) each
     settings = np.split(greedy_return.mean(axis=1), len(labels))
     for label, means in zip(labels, settings, strict=True):
         text = f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
@@ -437,7 +437,7 @@ def main(argv=None):
         **learned,
     }
     if args.save:
-        np.savez(args.save, allow_pickle=False, **results)  # an error if they are nested
+        np.savez(args.save, allow_pickle=False, **results)  # an error if one is not an array
     if args.plot:
         plot(args.plot, labels, results["timesteps"], results["returns"])
     return results
