@@ -122,13 +122,16 @@ CENTERS = [
     ("(scaled[:, None] - centers) ** 2, axis=0)", "(scaled - centers) ** 2, axis=1)"),
 ]
 STEP_BY_STEP = [
-    ("explore, jax.random.uniform(key_uniform, BLOCK)", "jax.random.split(key_explore, BLOCK)"),
-    ("    explore = jax.random.bernoulli(key_explore, args.epsilon, BLOCK)\n", ""),
-    ("select_action(values, *draws)", "select_action(values, explore, jax.random.uniform(key))"),
     (
-        "    row, column = state.cell\n",
-        "    row, column = state.cell\n    key, key_explore = jax.random.split(draws)\n"
-        "    explore = jax.random.bernoulli(key_explore, args.epsilon)\n",
+        "    explore = jax.random.bernoulli(key_explore, args.epsilon, BLOCK)\n"
+        "    draws = explore, jax.random.uniform(key_uniform, BLOCK)\n",
+        "    draws = jax.random.split(key_explore, BLOCK)\n",
+    ),
+    (
+        "    explore, uniform = draws\n",
+        "    key_explore, key_uniform = jax.random.split(draws)\n"
+        "    explore = jax.random.bernoulli(key_explore, args.epsilon)\n"
+        "    uniform = jax.random.uniform(key_uniform)\n",
     ),
 ]
 LOOPS = [("byte_threshold=500000", "byte_threshold=1000")]
