@@ -400,8 +400,12 @@ def import_seconds(script):
 
 
 def scaling():
-    """Measure the speed of 1 to 16,384 agents, of 1 to 65,536 cars, and of gymnax's own car."""
+    """Measure the speed of poles, of agents, of cars, and of gymnax's own car."""
     rows = []
+    for envs in 1, 16:
+        flags = ["--num-envs", str(envs)]
+        speed = max(speed_of(run(ROOT / "parallel_td.py", *flags)[1]) for _ in range(2))
+        rows.append([f"{envs}", f"`parallel_td.py {' '.join(flags)}`", f"{speed:.3f}"])
     for agents, steps in [(1, 3e7), (30, 2e6), (1024, 2e5), (16384, 2e4)]:
         flags = ["--num-seeds", str(agents), "--total-timesteps", f"{steps:g}"]
         flags += ["--log-interval", f"{min(1e6, steps / 2):g}"]
@@ -413,7 +417,7 @@ def scaling():
         rows.append([f"{envs:,}", f"`mountaincar_env.py {' '.join(flags)}`", f"{speed:.0f}"])
     plain = "gymnax's own MountainCar-v0, `jax.vmap(env.step)` in `jax.lax.scan`, random actions"
     rows.append(["4,096", plain, f"{gymnax_speed(4096):.0f}"])
-    return table(["agents or cars", "command", "M steps/s"], rows)
+    return table(["poles, agents or cars", "command", "M steps/s"], rows)
 
 
 def gymnax_speed(num_envs, num_steps=2000):
@@ -507,9 +511,9 @@ def ablations():
     """Measure twenty runs with each change, by flags or in a copy of the script; two tables."""
     rows, hill_rows = [], []
     for what, script, flags, changes in ABLATIONS:
-        _, lines, saved = run(changed(script, changes), *flags.split(), *TWENTY)
+        saved = run(changed(script, changes), *flags.split(), *TWENTY)[2]
         flags = f"`{flags}`" if flags else ""
-        rows.append([f"`{script}`", what, flags, *learned(saved), f"{speed_of(lines):.2f}"])
+        rows.append([f"`{script}`", what, flags, *learned(saved)])
     for what, changes in HILL_ABLATIONS:
         script, *flags = TASKS[0].split()
         greedy = run(changed(script, changes), *flags, *TWENTY)[2]["greedy_return"].mean(axis=1)
@@ -517,7 +521,7 @@ def ablations():
         hill_rows.append([what, *numbers])
     head = ["script", "change", "flags", "passed", "worst run", "first at 475", "return at the end"]
     hill_head = ["change", "greedy, mean", "worst run", "best run"]
-    return table([*head, "M steps/s"], rows), table(hill_head, hill_rows)
+    return table(head, rows), table(hill_head, hill_rows)
 
 
 def truncation():
