@@ -164,7 +164,7 @@ COMPILING = [
     ("parallel_td.py", "", 1),
     ("reinforce_parallel.py", "--num-seeds 20", 1),
     ("gridworld_qlearning.py", "", 2),
-    ("mountaincar_env.py", "--total-timesteps 2e8", 2),
+    ("mountaincar_env.py", "--total-timesteps 1e6", 2),
 ]
 
 # rejax as its authors run it on CartPole-v1: the values of configs/gymnax/cartpole.yaml in
