@@ -106,7 +106,7 @@ ABLATIONS = [
     ("episodes cut at the shortest", "reinforce_parallel.py", "--sync truncation", []),
     ("mean of the living as baseline", "reinforce_parallel.py", "", OF_THE_LIVING),
 ]
-HILL_ABLATIONS = [(TERMINAL, TIME_LIMIT), ("constant learning rate", CONSTANT)]
+HILL_ABLATIONS = [("none", []), (TERMINAL, TIME_LIMIT), ("constant learning rate", CONSTANT)]
 
 # What lines that are there for speed are worth: what they do, script, flags, whether the newest jax
 # is meant, and each text with its replacement.

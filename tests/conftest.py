@@ -31,7 +31,7 @@ FLAGS = dict.fromkeys(TRIO, f"{TD} {RATES} --buffer-size 50") | {
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
-# Level 0 compiles faster. It is for programs that name no level: the tests' own, and the car's.
+# Level 0 compiles faster. It is for programs that name no level: the tests' own.
 # If XLA_FLAGS had no value here, the first script imported would choose one for all.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Tests compile the same programs over and over: in this process, each is compiled once.

@@ -1,4 +1,4 @@
-"""What the scripts do the same way: sweeps, runs on devices, curves, Ctrl-C, one that reports."""
+"""What the scripts do the same way: sweeps, devices, curves, Ctrl-C, one process that reports."""
 
 import argparse
 import importlib
@@ -32,14 +32,14 @@ def each(names):
 
 
 def numbers_and_form(text):
-    """The numbers in a text, and the text with all digits 0, however many stand before a point."""
+    """Numbers in a text, and its form: each digit 0, and a single 0 before a point."""
     numbers = [float(found.replace(",", "")) for found in re.findall(r"\d[\d,]*\.?\d*", text)]
     return numbers, re.sub(r"(?<!\.)\b0+", "0", re.sub(r"\d", "0", text))
 
 
 @each(LEARNERS)
 def test_a_sweep_is_printed_drawn_and_saved(script, capsys, monkeypatch):
-    """Printed is what tests/reports has, up to rounding. At first, no episode of some runs ended.
+    """The output is that of tests/reports, up to rounding. Some runs have no return at first.
 
     Tables of the grid world are shown for four of five settings. Of nine (15) runs on two devices,
     the last has a copy. The clock shows 3.25 s for compiling, then intervals of 1, 2 and 4 s.
@@ -77,7 +77,7 @@ def press_ctrl_c(interval, script, monkeypatch):
 
 @each(SCRIPTS)
 def test_ctrl_c_keeps_what_the_last_line_shows(script, capsys, monkeypatch):
-    """In the third interval: saved is what a run returns that has only two of the same length."""
+    """In the third interval: what is saved is what a run of only the first two returns."""
     two = script.parse_args(script.flags)
     two.num_intervals = 2
     with monkeypatch.context() as patch:
@@ -130,14 +130,13 @@ def test_no_key_is_used_twice(script):
 
 @each(LEARNERS)
 def test_runs_are_spread_over_no_more_devices_than_needed(script, monkeypatch):
-    """Copies of the last run fill them. A job uses all of its devices."""
-    for devices, runs, needed, length, of_a_job in (16, 20, 10, 20, 32), (4, 7, 4, 8, 8):
-        monkeypatch.setattr(jax, "device_count", Mock(return_value=devices))
-        values = {"seed": np.arange(runs), "gamma": np.arange(runs) ** 2}
-        for in_a_job, used, total in (False, needed, length), (True, devices, of_a_job):
-            num_devices, padded = script.spread(values, in_a_job)
-            equal(padded["gamma"], np.minimum(np.arange(total), runs - 1) ** 2)
-            assert num_devices == used
+    """21 runs need 11 of 16 devices, two on each. A job uses all. The rest is the last run."""
+    monkeypatch.setattr(jax, "device_count", lambda: 16)
+    runs = {"seed": np.arange(21), "gamma": np.arange(21) ** 2}
+    for in_a_job, used in (False, 11), (True, 16):
+        num_devices, padded = script.spread(runs, in_a_job)
+        equal(padded["gamma"], np.minimum(np.arange(2 * used), 20) ** 2)
+        assert num_devices == used
 
 
 @each(SCRIPTS)

@@ -15,8 +15,8 @@ from conftest import ROOT, SCRIPTS, TRIO
 TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
 PARALLEL, REPLAY, DECAY, GRID, CAR, REINFORCE = SCRIPTS
 
-# Functions and classes that are not identical wherever their name occurs: the groups of scripts in
-# which they are. main and parse_args differ everywhere: each script has its own flags and report.
+# Functions and classes that differ between scripts: within each group, they are identical.
+# main and parse_args are not listed: they differ everywhere, with the flags and the report.
 LEARNED_FROM = [[PARALLEL], [REPLAY, DECAY], [GRID], [REINFORCE]]
 DIFFERS = {
     "TrainState": LEARNED_FROM,
@@ -79,17 +79,6 @@ def test_flags_are_read_and_shared_ones_agree_but_for_the_list():
                 told.setdefault((key, flag), []).append(options[key])
     differing = {pair for pair, values in told.items() if any(v != values[0] for v in values)}
     assert differing == {(key, flag) for key in FLAGS_DIFFER for flag in FLAGS_DIFFER[key].split()}
-
-
-def test_every_real_valued_flag_is_swept():
-    """A learner's flag takes several values if its type is a float, and only then."""
-    for name in sorted({*SCRIPTS} - {CAR}):
-        options = flags(name)
-        real = [flag for flag in options if str(options[flag].get("type")).startswith("float")]
-        several = [flag for flag in options if options[flag].get("nargs") == "+"]
-        swept = importlib.import_module(name[:-3]).SWEPT
-        assert {*real} == {*several} == {"--" + word.replace("_", "-") for word in swept}
-        assert all(len(options[flag]["default"]) == 1 for flag in several)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -30,10 +30,8 @@ def changed(script, recipe):
 def test_double_q_learning_asks_one_for_the_action_and_the_other_for_its_value():
     args = SimpleNamespace(env_id="MountainCar-v0", sigma=1.0, gamma=0.5)
     at_center = replay_td.Transition(np.zeros(2), 0, 1.0, np.zeros(2), terminated=False)
-    weights, target_weights = np.array([[0], [3], [1]]), np.array([[8], [4], [6]])
-    state = SimpleNamespace(
-        weights=weights, target_weights=target_weights, centers=np.zeros((2, 1))
-    )
+    state = SimpleNamespace(centers=np.zeros((2, 1)))
+    state.weights, state.target_weights = np.array([[0], [3], [1]]), np.array([[8], [4], [6]])
     assert changed("replay_td.py", DOUBLE_Q).td_target(args, state, at_center) == 1 + 0.5 * 4
 
 
