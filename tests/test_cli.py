@@ -98,3 +98,4 @@ def test_gif_is_refused_where_gymnax_has_no_picture(capsys):
         expected = f"--gif: gymnax has no picture of {env_id}\n"
         assert error == ("" if env_id in env_ids else expected)
     assert len(env_ids) == 15
+    assert refusal("reinforce_parallel.py", ["--env-id", "Reacher-misc"], capsys) == ""
