@@ -129,6 +129,13 @@ def test_no_key_is_used_twice(script):
 
 
 @each(LEARNERS)
+def test_a_setting_is_named_by_the_flags_that_vary(script):
+    args = script.parse_args("--gamma 0 1 --learning-rate 0.5 0.25".split())
+    rates, gammas = ["learning_rate 0.5", "learning_rate 0.25"], ["gamma 0", "gamma 1"]
+    assert script.sweep(args)[1] == [f"{rate}, {gamma}" for rate in rates for gamma in gammas]
+
+
+@each(LEARNERS)
 def test_runs_are_spread_over_no_more_devices_than_needed(script, monkeypatch):
     """21 runs need 11 of 16 devices, two on each. A job uses all. The rest is the last run."""
     monkeypatch.setattr(jax, "device_count", lambda: 16)

@@ -79,7 +79,7 @@ def replay(seed, learning_rate, gamma, epsilon):
     return q_table, [np.mean(lines) for lines in lengths]
 
 
-def test_learning_is_that_of_an_independent_replay(monkeypatch):
+def test_learning_is_that_of_an_independent_replay(monkeypatch, capsys):
     """A sweep of all flags. Halves are exact but for 1e-45. Five blocks become three lines of two.
 
     Episodes last longer than an interval where nothing is learned. Their earlier steps count.
@@ -91,9 +91,11 @@ def test_learning_is_that_of_an_independent_replay(monkeypatch):
         return next_cell, reward - 0.25 * ~terminated, terminated
 
     monkeypatch.setattr(grid, "env_step", costly_step)
+    monkeypatch.setattr(grid, "MAX_TABLES", 8)
     flags = "--grid-size 7 6 --total-timesteps 4001 --log-interval 1001 --num-seeds 2 --seed 5"
     results = run(f"{flags} --learning-rate 0 0.5 --gamma 0.5 0.25 --epsilon 0.3 0.75")
     equal(results["timesteps"], [2000, 4000, 6000])
+    assert "are shown" not in capsys.readouterr().out  # no table is left out
     runs = list(itertools.product([0, 0.5], [0.5, 0.25], [0.3, 0.75], [5, 6]))
     for i in 0, 3, 9, 10, 12, 15:
         rate, gamma, epsilon, seed = runs[i]
@@ -104,6 +106,14 @@ def test_learning_is_that_of_an_independent_replay(monkeypatch):
         assert saved == [rate, gamma, epsilon, seed]
     np.testing.assert_allclose(results["returns"], 1.25 - results["steps_per_episode"] / 4, 1e-5)
     equal(results["greedy_steps"], [np.inf] * 8 + [11] * 8)
+
+
+def test_the_last_line_describes_all_agents():
+    q_table = np.zeros((3, 1, 2, 4))
+    q_table[:, 0, 1, LEFT] = [0.25, 0.5, 1.5]
+    line = grid.summary(SimpleNamespace(grid_size=[1, 2]), q_table, np.array([7, np.inf, 3]))
+    assert line.startswith("value of the start 0.75000  2 of 3 ")
+    assert line.endswith(" in at most 7 steps")
 
 
 def test_the_picture_has_an_arrow_where_something_is_known(tmp_path, monkeypatch):
