@@ -209,7 +209,7 @@ def test_epsilon_decays_to_its_lower_end():
 
 
 @pytest.mark.parametrize("terminated", [False, True])
-def test_values_target_and_error_of_one_transition(td, terminated):
+def test_values_target_error_and_loss_of_one_transition(td, terminated):
     """On MountainCar-v0, with a target of other weights than those of the value."""
     rng, run = np.random.default_rng(0), SimpleNamespace(env_id="MountainCar-v0", sigma=0.5)
     (w, next_w), centers = rng.normal(size=(2, 3, 7)), rng.uniform(-1, 1, size=(2, 7))
@@ -228,6 +228,9 @@ def test_values_target_and_error_of_one_transition(td, terminated):
     close(td.td_target(run, state, row), target, rtol=1e-5)
     value = q(w, -0.5, 0.03)[2]
     close(td.td_error(run, w, centers, row, 5.0), (5 - value, value), rtol=1e-5)
+    batch = jax.tree.map(lambda array: np.stack([array, array]), row)
+    loss, _ = td.td_loss(run, w, centers, batch, np.array([5.0, 3.0]))
+    close(loss, ((5 - value) ** 2 + (3 - value) ** 2) / 4, rtol=1e-5)
 
 
 def test_scales_of_observations(td):
@@ -235,8 +238,8 @@ def test_scales_of_observations(td):
 
 
 def test_learns(td, capsys):
-    """The default run, with a seed of its own."""
-    greedy = td.main(["--seed", "2"])["greedy_return"].mean()
+    """The default run, with a seed of its own, in a single line."""
+    greedy = td.main("--seed 2 --log-interval 1e6".split())["greedy_return"].mean()
     first, *_, last = capsys.readouterr().out.splitlines()
     assert greedy >= 475 and first.startswith("CartPole-v1, 1 run on 1 x ")
     assert last == f"greedy return {greedy:.1f}  worst run {greedy:.1f}"
