@@ -28,7 +28,7 @@ def td(request):
 
 
 class Moon(gymnax.environments.CartPole):
-    """A pole with rewards of 3. Its start depends on its parameters: x is 0.5 for gravity 5."""
+    """A pole with rewards of 3 or 4, by action. Its start depends on gravity: x is 0.5 for 5."""
 
     def reset_env(self, key, params):
         _, state = super().reset_env(key, params)
@@ -37,7 +37,7 @@ class Moon(gymnax.environments.CartPole):
 
     def step_env(self, key, state, action, params):
         obs, state, reward, terminated, info = super().step_env(key, state, action, params)
-        return obs, state, 3 * reward, terminated, info
+        return obs, state, (3 + action) * reward, terminated, info
 
 
 MOON, LIMIT, MOON_SCALE = Moon(), 12, [2.0, 3.5, 0.25, 2.5]
@@ -83,18 +83,19 @@ class Poles:
         columns = before, action, reward, info["final_observation"], terminated
         return list(zip(*map(np.asarray, columns), strict=True))
 
-    def greedy_lengths(self, weights):
-        """Steps that six greedy episodes take in Gymnasium. They start as gymnax's wrapper does."""
+    def greedy_returns(self, weights):
+        """Returns of six greedy episodes in Gymnasium. They start as gymnax's wrapper does."""
         keys = jnp.stack([jax.random.split(key)[0] for key in jax.random.split(self.key, 6)])
         env = gymnasium.make("CartPole-v1", max_episode_steps=LIMIT)
-        env.unwrapped.gravity, lengths = 5.0, [0] * 6
+        env.unwrapped.gravity, returns = 5.0, [0] * 6
         for i, obs in enumerate(np.array(vectorized("reset")(keys)[0], float)):
             env.reset()
             env.unwrapped.state, over = obs, [False]
             while not any(over):
-                obs, _, *over, _ = env.step(np.argmax(weights @ self.features(obs)))
-                lengths[i] += 1
-        return lengths
+                action = np.argmax(weights @ self.features(obs))
+                obs, _, *over, _ = env.step(action)
+                returns[i] += 3 + action
+        return returns
 
 
 def semi_gradient(gamma, features, weights, next_weights, batch):
@@ -123,16 +124,16 @@ def learn_in_parallel(run):
 def learn_from_the_past(run, epsilons):
     """35 steps, each followed by an update from ten stored transitions. Seven make a line.
 
-    The ring has 18 places, so the fifth step overwrites the oldest two of the first.
+    The ring has 38 places, so the tenth step overwrites the oldest two of the first.
     """
     poles, weights, moments, means = Poles(run), FIRST_WEIGHTS.astype(float), (0.0, 0.0), []
     average, stored = 0 * weights, []
     for count in range(35):
-        stored = [*stored, *poles.step(weights, epsilons[count])][-18:]
+        stored = [*stored, *poles.step(weights, epsilons[count])][-38:]
         poles.key, key_batch = jax.random.split(poles.key)
         first = 4 * (count + 1) - len(stored)  # number of the oldest transition: it is at stored[0]
         places = jax.random.randint(key_batch, 10, 0, len(stored))
-        batch = [stored[(int(place) - first) % 18] for place in places]
+        batch = [stored[(int(place) - first) % 38] for place in places]
         grad, *mean = semi_gradient(run.gamma, poles.features, weights, average, batch)
         rate = run.learning_rate * (1 - count / 35)
         weights, moments = adam(weights, moments, grad, count, rate)
@@ -171,7 +172,7 @@ def compare(td, flags, learn, monkeypatch):
         close(results["weights"][i], weights, rtol=1e-3, atol=1e-3, err_msg=f"run {i}")
         close(results["centers"][i], poles.centers, rtol=1e-6)
         equal(results["obs_scale"][i], MOON_SCALE)
-        equal(results["greedy_return"][i] / 3, poles.greedy_lengths(weights))
+        equal(results["greedy_return"][i], poles.greedy_returns(weights))
         ends |= poles.ends
     assert ends >= {(True, False), (False, True)}  # terminated, truncated
 
@@ -179,7 +180,7 @@ def compare(td, flags, learn, monkeypatch):
 SIZES = """--env-id Moon --num-envs 4 --batch-size 10 --num-centers 9 --eval-episodes 6 --seed 9
     --num-seeds 2 --total-timesteps 132 --log-interval 26
     --learning-rate 0.3 0.05 --gamma 0.8 0.5 --sigma 0.7 1.1"""
-RING = "--tau 0.25 0.6 --buffer-size 18"
+RING = "--tau 0.25 0.6 --buffer-size 38"
 
 
 def test_parallel_td_learns_like_an_independent_replay(monkeypatch):
