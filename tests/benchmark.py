@@ -1,6 +1,6 @@
 """Measure what README.md says and write tests/RESULTS.md.
 
-    python tests/benchmark.py                               # 40 minutes on two cores
+    python tests/benchmark.py                               # half an hour on two cores
     python tests/benchmark.py --peer --newest python3.13    # with rejax, and the newest jax
     python tests/benchmark.py --environments                # with REINFORCE on all of gymnax
 
@@ -686,7 +686,8 @@ lines. A training return includes random actions: a quarter of all in the first 
 ## Where the time goes
 
 Seconds of `python NAME.py`, the faster of two commands, and what they consist of. "Rest" is
-compiling and running the evaluation, and leaving Python. Then the speed of training, over all runs.
+compiling and running the evaluation, and leaving Python. Importing is timed in a process of its
+own, so a short rest can come out below 0. Then the speed of training, over all runs.
 
 {speed_table}
 ## A peer beside
@@ -754,8 +755,8 @@ out.
 ## What the lines for speed are worth
 
 Each row compares a script with a copy that lacks one line or option: the speed in the last progress
-line, the better of two commands each, run in turn. On a shared machine, the factors vary by a tenth
-from day to day.
+line, the better of two commands each, run in turn. On a shared machine, the factors differ by up to
+a sixth from one day to the next.
 
 {speed_claims(args.newest)}"""
     (ROOT / "tests" / "RESULTS.md").write_text(page)
