@@ -19,7 +19,7 @@ USER_ENV = os.environ | {"PYTHONUNBUFFERED": ""}
 
 # Three log intervals, a sweep. Numbers differ where they can: what is confused with another shows.
 RATES = "--num-seeds 3 --learning-rate 0 0.125 1"
-TD = "--num-envs 4 --num-centers 30 --eval-episodes 6 --total-timesteps 70 --log-interval 22"
+TD = "--num-envs 4 --num-centers 30 --eval-episodes 7 --total-timesteps 70 --log-interval 22"
 FLAGS = dict.fromkeys(TRIO, f"{TD} {RATES} --buffer-size 50") | {
     "parallel_td.py": f"{TD} {RATES}",
     "gridworld_qlearning.py": "--total-timesteps 8600 --log-interval 2900 --grid-size 2 3"
