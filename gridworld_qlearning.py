@@ -52,8 +52,9 @@ MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left
 SIGNS = np.array([">", "v", "<", "^"])  # (A,) how a move is printed
 BLOCK = 1000  # steps whose random numbers are drawn at once
 
-# These flags take several values, and every combination of them is run. In a function of one run,
-# args holds that run's own values. They are traced: good for arithmetic, not for shapes or loops.
+# These flags take several values; every combination is run. In a function of one run, args has that
+# run's own values, which are traced: good for arithmetic, not for shapes or loops. Elsewhere, args
+# does not have them: args.swept has the lists.
 SWEPT = "learning_rate", "gamma", "epsilon"
 
 
@@ -166,11 +167,10 @@ def sweep(args):
     Return the swept flags and the seed by name, (R,) each, setting by setting; and a label for each
     setting: its values of the flags that vary.
     """
-    values = {name: vars(args)[name] for name in SWEPT}
-    values["seed"] = args.seed + np.arange(args.num_seeds)
+    values = {**args.swept, "seed": args.seed + np.arange(args.num_seeds)}
     grid = np.meshgrid(*values.values(), indexing="ij")  # the last one, the seed, varies fastest
     runs = {name: array.ravel() for name, array in zip(values, grid, strict=True)}
-    several = [name for name in SWEPT if len(values[name]) > 1]
+    several = [name for name in args.swept if np.size(values[name]) > 1]
     firsts = range(0, len(runs["seed"]), args.num_seeds)  # the first run of each setting
     labels = [", ".join(f"{name} {runs[name][run]:g}" for name in several) for run in firsts]
     return runs, labels
@@ -248,11 +248,10 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     add = parser.add_argument
-    count = number(int, 1, 1e6)
     steps = number(int, 1, 1e9)
     unit = number(float, 0, 1)
     add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
-    add("--num-seeds", type=count, default=1, help="runs (agents) of each setting")
+    add("--num-seeds", type=number(int, 1, 1e6), default=1, help="runs (agents) of each setting")
     text = "environment steps per run, rounded up to equal log intervals"
     add("--total-timesteps", type=steps, default=1_000_000, help=text)
     add("--grid-size", type=number(int, 2, 1e3), default=[8, 12], nargs=2, help="rows, columns")
@@ -265,6 +264,7 @@ def parse_args(argv=None):
     add("--save", type=file_name(".npz"), metavar="FILE", help="write tables, curves, arguments")
     add("--plot", type=file_name(".png"), metavar="FILE", help="draw values and greedy actions")
     args = parser.parse_args(argv)
+    args.swept = {name: vars(args).pop(name) for name in SWEPT}
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     min_blocks = math.ceil(args.total_timesteps / BLOCK)
@@ -313,7 +313,7 @@ def plot(path, labels, tables):
 
 
 def main(argv=None):
-    """Train, evaluate and report. Return what --save writes."""
+    """Train, evaluate and report. Return what --save writes. Ctrl-C ends training early."""
     args = parse_args(argv)
     if jax.process_index() > 0:  # process 0 reports for all
         sys.stdout = open(os.devnull, "w")
@@ -328,6 +328,7 @@ def main(argv=None):
     began = time.perf_counter()
     state = on_devices(init_state)(runs_and_copies)
     train = on_devices(train_interval).lower(runs_and_copies, state).compile()
+    play_greedily = on_devices(evaluate).lower(runs_and_copies, state).compile()
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
@@ -351,8 +352,8 @@ def main(argv=None):
             raise
         print("interrupted: the results are those of the last line")
 
-    greedy_steps = on_devices(evaluate)(runs_and_copies, state)
-    greedy_steps, q_table = gather((greedy_steps, state.q_table), num_runs)  # (R,), (R, H, W, A)
+    arrays = play_greedily(runs_and_copies, state), state.q_table
+    greedy_steps, q_table = gather(arrays, num_runs)  # (R,), (R, H, W, A)
     q_tables, steps = np.split(q_table, len(labels)), np.split(greedy_steps, len(labels))
     tables = [agents.mean(axis=0) for agents in q_tables]
     for label, table in zip(labels[:MAX_TABLES], tables[:MAX_TABLES], strict=True):

@@ -58,8 +58,9 @@ OBS_SCALE = {
     "MountainCar-v0": [1.2, 0.07],  # length: the left wall; length/step: the top speed
 }
 
-# These flags take several values, and every combination of them is run. In a function of one run,
-# args holds that run's own values. They are traced: good for arithmetic, not for shapes or loops.
+# These flags take several values; every combination is run. In a function of one run, args has that
+# run's own values, which are traced: good for arithmetic, not for shapes or loops. Elsewhere, args
+# does not have them: args.swept has the lists.
 SWEPT = "learning_rate", "gamma", "epsilon", "sigma"
 
 
@@ -77,8 +78,7 @@ class TrainState(NamedTuple):
     """The state of one run."""
 
     key: jax.Array
-    centers: jax.Array  # (D, F)
-    weights: jax.Array  # (A, F)
+    params: dict  # centers (D, F), weights (A, F)
     opt_state: optax.OptState
     env_state: gymnax.EnvState  # (N,)
     obs: jax.Array  # (N, D)
@@ -104,38 +104,40 @@ def init_state(args):
     key, key_reset, key_centers = jax.random.split(jax.random.key(args.seed), 3)
     keys = jax.random.split(key_reset, args.num_envs)
     obs, env_state = jax.vmap(partial(env.reset, params=env_params))(keys)
-    centers = jax.random.uniform(key_centers, (obs.shape[1], args.num_centers), minval=-1.0)
-    weights = jnp.zeros((env.num_actions, args.num_centers))
+    params = {
+        "centers": jax.random.uniform(key_centers, (obs.shape[1], args.num_centers), minval=-1.0),
+        "weights": jnp.zeros((env.num_actions, args.num_centers)),
+    }
     return TrainState(
         key=key,
-        centers=centers,
-        weights=weights,
-        opt_state=optimizer(args).init(weights),
+        params=params,
+        opt_state=optimizer(args).init(params),
         env_state=env_state,
         obs=obs,
         episode_return=jnp.zeros(args.num_envs),
     )
 
 
-def q_values(args, weights, centers, obs):
+def q_values(args, params, obs):
     """Values (A,) of all actions in an observation (D,)."""
     scaled = obs / jnp.array(OBS_SCALE[args.env_id])
+    centers = jax.lax.stop_gradient(params["centers"])  # they stay where they are
     squared_distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,)
     phi = jnp.exp(-squared_distance / (2 * args.sigma**2))  # (F,)
-    return jnp.stack([w_a @ phi for w_a in weights])  # 1.8 times as fast as weights @ phi
+    return jnp.stack([w_a @ phi for w_a in params["weights"]])  # 1.8 times as fast as weights @ phi
 
 
 def vector_step(args, state, _):
     """Step N environments epsilon-greedily. Also return transitions, totals of ended episodes."""
     env, env_params = make_env(args.env_id)
-    keys = jax.random.split(state.key, args.num_envs + 3)
-    key, key_explore, key_action = keys[:3]
+    key, key_explore, key_action, key_step = jax.random.split(state.key, 4)
+    step_keys = jax.random.split(key_step, args.num_envs)
     explore = jax.random.bernoulli(key_explore, args.epsilon, args.num_envs)
     random_action = jax.random.randint(key_action, args.num_envs, 0, env.num_actions)
-    q = jax.vmap(partial(q_values, args, state.weights, state.centers))(state.obs)  # (N, A)
+    q = jax.vmap(partial(q_values, args, state.params))(state.obs)  # (N, A)
     action = jnp.where(explore, random_action, jnp.argmax(q, axis=1))
     step = jax.vmap(partial(env.step, params=env_params))
-    obs, env_state, reward, terminated, truncated, info = step(keys[3:], state.env_state, action)
+    obs, env_state, reward, terminated, truncated, info = step(step_keys, state.env_state, action)
     transitions = Transition(
         obs=state.obs,
         action=action,
@@ -146,26 +148,26 @@ def vector_step(args, state, _):
     done = terminated | truncated
     total = state.episode_return + reward
     ended = {"episodes": jnp.sum(done), "return_sum": jnp.sum(done * total)}
-    state = state._replace(key=key, env_state=env_state, obs=obs)
-    return state._replace(episode_return=jnp.where(done, 0.0, total)), (transitions, ended)
+    episode_return = jnp.where(done, 0.0, total)
+    state = state._replace(key=key, env_state=env_state, obs=obs, episode_return=episode_return)
+    return state, (transitions, ended)
 
 
 def td_target(args, state, transition):
     """Target of one transition."""
-    next_q = q_values(args, state.weights, state.centers, transition.next_obs)  # (A,)
+    next_q = q_values(args, state.params, transition.next_obs)  # (A,)
     return transition.reward + args.gamma * (1 - transition.terminated) * jnp.max(next_q)
 
 
-def td_error(args, weights, centers, transition, target):
-    """TD error of one transition, and the Q-value of its action."""
-    q = q_values(args, weights, centers, transition.obs)[transition.action]
-    return target - q, q
+def td_error(args, params, transition, target):
+    """TD error of one transition."""
+    return target - q_values(args, params, transition.obs)[transition.action]
 
 
-def td_loss(args, weights, centers, batch, targets):
+def td_loss(params, args, batch, targets):
     """Half the mean squared TD error of a batch (B,). Also return what a progress line shows."""
-    td_errors, q = jax.vmap(partial(td_error, args, weights, centers))(batch, targets)
-    metrics = {"td_error": jnp.mean(jnp.abs(td_errors)), "q_value": jnp.mean(q)}
+    td_errors = jax.vmap(partial(td_error, args, params))(batch, targets)  # (B,)
+    metrics = {"td_error": jnp.mean(jnp.abs(td_errors)), "q_value": jnp.mean(targets - td_errors)}
     return jnp.mean(optax.l2_loss(td_errors)), metrics
 
 
@@ -173,37 +175,34 @@ def train_step(args, state, _):
     """Collect B transitions with the current weights, then learn from exactly those."""
     step = partial(vector_step, args)
     state, (transitions, ended) = jax.lax.scan(step, state, length=args.batch_steps)
-    batch = jax.tree.map(jnp.concatenate, transitions)  # (T, N) -> (B,)
+    batch = jax.tree.map(jnp.concatenate, transitions)  # step after step: (T, N) -> (B,)
     # The targets are computed outside of the loss, so no gradient flows through them.
     targets = jax.vmap(partial(td_target, args, state))(batch)  # (B,)
-    loss_grad = jax.grad(td_loss, argnums=1, has_aux=True)
-    grad, metrics = loss_grad(args, state.weights, state.centers, batch, targets)
+    grad, metrics = jax.grad(td_loss, has_aux=True)(state.params, args, batch, targets)
     updates, opt_state = optimizer(args).update(grad, state.opt_state)
-    weights = optax.apply_updates(state.weights, updates)
-    state = state._replace(weights=weights, opt_state=opt_state)
+    params = optax.apply_updates(state.params, updates)
+    state = state._replace(params=params, opt_state=opt_state)
     return state, metrics | jax.tree.map(jnp.sum, ended)
 
 
 def train_interval(args, state):
     """Make U updates, up to the next progress line. Also return what the line shows."""
     state, metrics = jax.lax.scan(partial(train_step, args), state, length=args.interval_updates)
-    return state, {
-        "returns": metrics["return_sum"].sum() / metrics["episodes"].sum(),  # nan if none ended
-        "td_error": metrics["td_error"].mean(),
-        "q_value": metrics["q_value"].mean(),
-    }
+    means = jax.tree.map(jnp.mean, metrics)
+    returns = means.pop("return_sum") / means.pop("episodes")  # nan if none ended
+    return state, {"returns": returns, **means}
 
 
 def evaluate(args, state):
     """Undiscounted returns (E,) of the greedy policy in E new episodes."""
 
     def greedy_policy(params, obs, _):
-        return jnp.argmax(q_values(args, *params, obs))
+        return jnp.argmax(q_values(args, params, obs))
 
     env, env_params = make_env(args.env_id)
     rollout = RolloutWrapper(greedy_policy, env=env, env_params=env_params)  # up to the time limit
     keys = jax.random.split(state.key, args.eval_episodes)
-    *_, returns = rollout.batch_rollout(keys, (state.weights, state.centers))  # (E, 1)
+    *_, returns = rollout.batch_rollout(keys, state.params)  # (E, 1)
     return returns[:, 0]
 
 
@@ -222,11 +221,10 @@ def sweep(args):
     Return the swept flags and the seed by name, (R,) each, setting by setting; and a label for each
     setting: its values of the flags that vary.
     """
-    values = {name: vars(args)[name] for name in SWEPT}
-    values["seed"] = args.seed + np.arange(args.num_seeds)
+    values = {**args.swept, "seed": args.seed + np.arange(args.num_seeds)}
     grid = np.meshgrid(*values.values(), indexing="ij")  # the last one, the seed, varies fastest
     runs = {name: array.ravel() for name, array in zip(values, grid, strict=True)}
-    several = [name for name in SWEPT if len(values[name]) > 1]
+    several = [name for name in args.swept if np.size(values[name]) > 1]
     firsts = range(0, len(runs["seed"]), args.num_seeds)  # the first run of each setting
     labels = [", ".join(f"{name} {runs[name][run]:g}" for name in several) for run in firsts]
     return runs, labels
@@ -322,6 +320,7 @@ def parse_args(argv=None):
     add("--save", type=file_name(".npz"), metavar="FILE", help="write weights, curves, arguments")
     add("--plot", type=file_name(".png"), metavar="FILE", help="draw the learning curves")
     args = parser.parse_args(argv)
+    args.swept = {name: vars(args).pop(name) for name in SWEPT}
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     args.batch_steps = math.ceil(args.batch_size / args.num_envs)
@@ -354,7 +353,7 @@ def plot(path, labels, timesteps, returns):
 
 
 def main(argv=None):
-    """Train, evaluate and report. Return what --save writes."""
+    """Train, evaluate and report. Return what --save writes. Ctrl-C ends training early."""
     args = parse_args(argv)
     make_env(args.env_id)  # fills the cache: some environments cannot be made inside of jit
     if jax.process_index() > 0:  # process 0 reports for all
@@ -370,6 +369,7 @@ def main(argv=None):
     began = time.perf_counter()
     state = on_devices(init_state)(runs_and_copies)
     train = on_devices(train_interval).lower(runs_and_copies, state).compile()
+    play_greedily = on_devices(evaluate).lower(runs_and_copies, state).compile()
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
@@ -393,9 +393,8 @@ def main(argv=None):
             raise
         print("interrupted: the results are those of the last line")
 
-    greedy_return = on_devices(evaluate)(runs_and_copies, state)
-    learned = {"centers": state.centers, "weights": state.weights}
-    greedy_return, learned = gather((greedy_return, learned), num_runs)  # (R, E), (R, ...) each
+    arrays = play_greedily(runs_and_copies, state), state.params
+    greedy_return, params = gather(arrays, num_runs)  # (R, E), (R, ...) each
     settings = np.split(greedy_return.mean(axis=1), len(labels))
     for label, means in zip(labels, settings, strict=True):
         text = f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
@@ -410,7 +409,7 @@ def main(argv=None):
         **{name: np.stack([line[name] for line in history]) for name in history[0]},  # (K, R)
         "greedy_return": greedy_return,
         "obs_scale": np.tile(OBS_SCALE[args.env_id], (num_runs, 1)),
-        **learned,
+        **params,
     }
     if args.save:
         np.savez(args.save, allow_pickle=False, **results)  # an error if one is not an array

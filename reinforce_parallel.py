@@ -8,13 +8,14 @@
 
 Each iteration plays N episodes with the current policy pi, then gives Adam the gradient estimate
 
-    1/N sum_i sum_t mask_it (G_it - b_it) grad log pi(A_it | S_it),    G_it = R_it + gamma G_i,t+1
+    1/N sum_i sum_t mask_it (G_it - b_t) grad log pi(A_it | S_it),    G_it = R_it + gamma G_i,t+1
 
 (Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
-and 0 in the padding after it. The baseline b_it is the mean of the other episodes' returns to go;
-an episode that has ended counts as 0. The baseline adds no bias: the expected value is that of
-sum_t G_t grad log pi(A_t | S_t). The factor gamma^t is left out, as is common: if gamma < 1, this
-is not the gradient of any objective (Nota & Thomas 2020). Returns stop at the time limit.
+and 0 in the padding after it. The baseline b_t is the mean of all N returns to go; an episode that
+has ended counts as 0. Because the mean includes the episode's own return, the expected value is
+(N - 1) / N times that of sum_t G_t grad log pi(A_t | S_t). Adam's steps do not depend on such a
+factor. The factor gamma^t is left out, as is common: if gamma < 1, this is not the gradient of any
+objective (Nota & Thomas 2020). Returns stop at the time limit.
 
 --sync truncation learns only from the steps before the shortest episode ends. This is biased: what
 follows does not count. Where every step has the same reward, as in CartPole-v1, all returns are
@@ -53,8 +54,9 @@ import numpy as np
 import optax
 from jax.experimental.multihost_utils import process_allgather
 
-# These flags take several values, and every combination of them is run. In a function of one run,
-# args holds that run's own values. They are traced: good for arithmetic, not for shapes or loops.
+# These flags take several values; every combination is run. In a function of one run, args has that
+# run's own values, which are traced: good for arithmetic, not for shapes or loops. Elsewhere, args
+# does not have them: args.swept has the lists.
 SWEPT = "learning_rate", "gamma"
 
 
@@ -88,17 +90,13 @@ def optimizer(args):
     return optax.adam(optax.linear_schedule(args.learning_rate, 0.0, args.num_updates))
 
 
-def is_discrete(space):
-    """Tell whether actions are numbers 0, ..., A - 1; if not, they are real vectors."""
-    return isinstance(space, gymnax.environments.spaces.Discrete)
-
-
 def init_state(args):
     """State in which a run starts."""
     env, env_params = make_env(args.env_id)
     space = env.action_space(env_params)
+    discrete = isinstance(space, gymnax.environments.spaces.Discrete)
     inputs = math.prod(env.observation_space(env_params).shape)
-    outputs = space.n if is_discrete(space) else math.prod(space.shape)
+    outputs = space.n if discrete else math.prod(space.shape)
     key, key_hidden, key_output = jax.random.split(jax.random.key(args.seed), 3)
     params = {
         "w0": jax.random.normal(key_hidden, (inputs, args.hidden_size)) / math.sqrt(inputs),
@@ -106,7 +104,7 @@ def init_state(args):
         "w1": 0.01 * jax.random.normal(key_output, (args.hidden_size, outputs)),
         "b1": jnp.zeros(outputs),
     }
-    if not is_discrete(space):
+    if not discrete:
         params["log_std"] = jnp.zeros(outputs)
     return TrainState(key, params, optimizer(args).init(params))
 
@@ -119,7 +117,7 @@ def network(params, obs):
 def sample(params, obs, key):
     """Random action of the policy."""
     output = network(params, obs)
-    if "log_std" in params:
+    if "log_std" in params:  # actions are continuous
         return output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
     return jax.random.categorical(key, output)
 
@@ -140,22 +138,22 @@ def log_prob(params, obs, action):
 
 def to_bounds(space, action):
     """Clip a continuous action to [-1, 1] and map it to the environment's bounds."""
-    if is_discrete(space):
-        return action
     return space.low + (space.high - space.low) * (jnp.clip(action, -1, 1) + 1) / 2
 
 
 def play(args, params, key, greedy=False):
     """Play one episode. Return its steps, padded to the time limit, and the states (T,)."""
     env, env_params = make_env(args.env_id)
+    space = env.action_space(env_params)
 
     def step(carry, _):
         key, obs, env_state, mask = carry
         key, key_action, key_step = jax.random.split(key, 3)
         obs = obs.reshape(-1).astype(float)
         action = greedy_action(params, obs) if greedy else sample(params, obs, key_action)
+        env_action = to_bounds(space, action) if "log_std" in params else action
         next_obs, next_state, reward, terminated, truncated, _ = env.step(
-            key_step, env_state, to_bounds(env.action_space(env_params), action), env_params
+            key_step, env_state, env_action, env_params
         )
         # Where an episode ended, gymnax has begun the next one. That is the padding.
         next_carry = key, next_obs, next_state, mask & ~(terminated | truncated)
@@ -180,18 +178,17 @@ def returns_to_go(args, rewards):
 
 
 def advantages(args, episodes):
-    """Each return to go (N, T) minus the mean of the other episodes'; 0 in the padding."""
+    """Each return to go (N, T) minus the mean of all; 0 in the padding."""
     returns = jax.vmap(partial(returns_to_go, args))(episodes.mask * episodes.reward)
     # So equal returns are exactly 0. Otherwise, Adam would turn rounding errors into full steps.
     relative = returns - returns[0]
-    others = (relative.sum(axis=0) - relative) / (len(relative) - 1)
-    return episodes.mask * (relative - others)
+    return episodes.mask * (relative - jnp.mean(relative, axis=0))
 
 
-def policy_loss(params, episodes, advantage):
+def policy_loss(params, args, episodes):
     """Surrogate loss: its gradient is minus the policy gradient estimate."""
     log_probs = jax.vmap(jax.vmap(partial(log_prob, params)))(episodes.obs, episodes.action)
-    return -jnp.mean(jnp.sum(advantage * log_probs, axis=1))
+    return -jnp.mean(jnp.sum(advantages(args, episodes) * log_probs, axis=1))
 
 
 def train_step(args, state, _):
@@ -203,15 +200,17 @@ def train_step(args, state, _):
     metrics = {"returns": jnp.mean(episode_return), "timesteps": jnp.sum(episodes.mask)}
     if args.sync == "truncation":
         episodes = episodes._replace(mask=episodes.mask & jnp.all(episodes.mask, axis=0))
-    grad = jax.grad(policy_loss)(state.params, episodes, advantages(args, episodes))
+    grad = jax.grad(policy_loss)(state.params, args, episodes)
     updates, opt_state = optimizer(args).update(grad, state.opt_state)
     params = optax.apply_updates(state.params, updates)
     return state._replace(key=key, params=params, opt_state=opt_state), metrics
 
 
 def train_interval(args, state):
-    """Make U updates, up to the next progress line. Also return what the line shows, (U,) each."""
-    return jax.lax.scan(partial(train_step, args), state, length=args.interval_updates)
+    """Make U updates, up to the next progress line. Also return what the line shows."""
+    state, metrics = jax.lax.scan(partial(train_step, args), state, length=args.interval_updates)
+    means = jax.tree.map(jnp.mean, metrics)
+    return state, {**means, "timesteps": metrics["timesteps"].sum()}
 
 
 def evaluate(args, state):
@@ -239,11 +238,10 @@ def sweep(args):
     Return the swept flags and the seed by name, (R,) each, setting by setting; and a label for each
     setting: its values of the flags that vary.
     """
-    values = {name: vars(args)[name] for name in SWEPT}
-    values["seed"] = args.seed + np.arange(args.num_seeds)
+    values = {**args.swept, "seed": args.seed + np.arange(args.num_seeds)}
     grid = np.meshgrid(*values.values(), indexing="ij")  # the last one, the seed, varies fastest
     runs = {name: array.ravel() for name, array in zip(values, grid, strict=True)}
-    several = [name for name in SWEPT if len(values[name]) > 1]
+    several = [name for name in args.swept if np.size(values[name]) > 1]
     firsts = range(0, len(runs["seed"]), args.num_seeds)  # the first run of each setting
     labels = [", ".join(f"{name} {runs[name][run]:g}" for name in several) for run in firsts]
     return runs, labels
@@ -337,6 +335,7 @@ def parse_args(argv=None):
     text = "animate the first evaluation episode of run 0, at most 200 steps"
     add("--gif", type=file_name(".gif"), metavar="FILE", help=text)
     args = parser.parse_args(argv)
+    args.swept = {name: vars(args).pop(name) for name in SWEPT}
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("MNISTBandit-bsuite would download its data")
     if args.gif and make_env(args.env_id)[0].name not in WITH_PICTURES:
@@ -385,7 +384,7 @@ def animate(args, path, params, key):
 
 
 def main(argv=None):
-    """Train, evaluate and report. Return what --save writes."""
+    """Train, evaluate and report. Return what --save writes. Ctrl-C ends training early."""
     args = parse_args(argv)
     make_env(args.env_id)  # fills the cache: some environments cannot be made inside of jit
     if jax.process_index() > 0:  # process 0 reports for all
@@ -401,6 +400,7 @@ def main(argv=None):
     began = time.perf_counter()
     state = on_devices(init_state)(runs_and_copies)
     train = on_devices(train_interval).lower(runs_and_copies, state).compile()
+    play_greedily = on_devices(evaluate).lower(runs_and_copies, state).compile()
     compile_seconds = time.perf_counter() - began
     print(f"compiled in {compile_seconds:.1f} s")
 
@@ -410,11 +410,11 @@ def main(argv=None):
         for iteration in iterations:
             began = time.perf_counter()
             next_state, metrics = train(runs_and_copies, state)
-            metrics = gather(metrics, num_runs)  # (R, U); waits for train; Ctrl-C is raised here
+            metrics = gather(metrics, num_runs)  # (R,); waits for train; Ctrl-C is raised here
             state = next_state
             train_seconds += time.perf_counter() - began
-            timesteps = timesteps + metrics["timesteps"].sum(axis=1)  # not +=: history has the old
-            history.append({"timesteps": timesteps, "returns": metrics["returns"].mean(axis=1)})
+            timesteps = timesteps + metrics["timesteps"]  # (R,) so far
+            history.append({**metrics, "timesteps": timesteps})
             speed = timesteps.sum() / train_seconds
             mean_return = history[-1]["returns"].mean()
             print(f"iteration {iteration:,}  return {mean_return:.1f}  {speed:,.0f} steps/s")
@@ -423,7 +423,7 @@ def main(argv=None):
             raise
         print("interrupted: the results are those of the last line")
 
-    greedy_return = on_devices(evaluate)(runs_and_copies, state)
+    greedy_return = play_greedily(runs_and_copies, state)
     arrays = greedy_return, state.params, jax.random.key_data(state.key)
     greedy_return, params, key_data = gather(arrays, num_runs)  # (R, E), (R, ...) each, (R, ...)
     settings = np.split(greedy_return.mean(axis=1), len(labels))
