@@ -16,8 +16,8 @@ A car is too weak to drive straight up a hill. It must first swing back and fort
 
 To write another environment, change EnvParams, EnvState, the class and `choose_action`.
 
-Shapes: N = args.num_envs cars, K log intervals, M = args.interval_episodes episodes, T steps (the
-time limit), each of one car.
+Shapes: N = args.num_envs cars, K log intervals, M = args.interval_episodes episodes of a car in
+each interval, T steps (the time limit).
 
 The environment comes first, for one car. Then come flags, and the code that runs it on all devices.
 """
@@ -156,7 +156,8 @@ def play(args, key):
         key, uniform = draws
         action = choose_action(args, obs, uniform)
         next_obs, env_state, reward, terminated, _ = ENV.step_env(key, env_state, action, PARAMS)
-        totals = jax.tree.map(jnp.add, totals, {"timesteps": mask, "returns": mask * reward})
+        real = {"timesteps": mask, "returns": jnp.where(mask, reward, 0.0)}
+        totals = jax.tree.map(jnp.add, totals, real)
         kept = Step(obs, action, reward, next_obs, terminated, mask) if args.save else None
         return (next_obs, env_state, mask & ~terminated, totals), kept
 
@@ -166,8 +167,8 @@ def play(args, key):
     keys = jax.random.split(key_step, time_limit)  # not computed if the environment uses none
     obs, env_state = ENV.reset_env(key_reset, PARAMS)
     carry = obs, env_state, jnp.array(True), {"timesteps": 0, "returns": 0.0}
-    (*_, mask, totals), steps = jax.lax.scan(step, carry, (keys, uniform))
-    return {**totals, "goals": ~mask}, steps
+    (*_, unfinished, totals), steps = jax.lax.scan(step, carry, (keys, uniform))
+    return {**totals, "goals": ~unfinished}, steps
 
 
 def init_state(args):

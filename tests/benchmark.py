@@ -1,4 +1,4 @@
-"""Measure what README.md says and write tests/RESULTS.md.
+"""Measure what README.md and comments in the scripts say, and write tests/RESULTS.md.
 
     python tests/benchmark.py                               # half an hour on two cores
     python tests/benchmark.py --peer --newest python3.13    # with rejax, and the newest jax
@@ -19,24 +19,42 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
 from pathlib import Path
+from statistics import median
 
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(os.cpu_count()))
 import gymnax
 import jax
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
+import mountaincar_env as car
+
+README = (ROOT / "README.md").read_text()
+DOUBLE_Q, SARSA, NETWORK = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+[NETWORK_FLAGS] = re.findall(r"`(--num-envs 4 [^`]*)`", README)
 FOLDER = Path(tempfile.mkdtemp())
 LEARNERS = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py", "reinforce_parallel.py"]
-TWENTY = ["--num-seeds", "20"]
-FRESH = ["--seed", "95000"]  # seeds on which no default was chosen
+TWENTY = "--num-seeds 20"
+FRESH = "--num-seeds 400 --seed 95000"  # seeds on which no default was chosen
+CONSTANTS = "0.05", "0.1", "0.25"  # values of epsilon beside its decay
+SWEEP = {"--learning-rate": "0.02 0.2", "--sigma": "0.3 0.5"}  # README.md shows it
+
+# MountainCar-v0: the same search for the two scripts, three seeds of each setting.
+HILL = "--env-id MountainCar-v0 --num-centers 1000 --total-timesteps 500000"
+HILL_VALUES = {
+    "sigma": [0.1, 0.15, 0.25, 0.4],
+    "learning_rate": [0.003, 0.01, 0.03, 0.1],
+    "gamma": [0.99, 1],
+    "epsilon": [0.1, 0.25],
+}
 
 # Flags of reinforce_parallel.py where its defaults do not learn or take too long.
 ENV_FLAGS = {
-    "Pendulum-v1": "--num-envs 128 --num-iterations 300 --gamma 0.95 --learning-rate 0.02",
+    "Pendulum-v1": "--num-envs 64 --num-iterations 500 --gamma 0.95",
     "MountainCarContinuous-v0": "--num-envs 64",
     "Asterix-MinAtar": "--num-envs 8 --num-iterations 50 --eval-episodes 20",
     "Freeway-MinAtar": "--num-envs 4 --num-iterations 25 --eval-episodes 20",
@@ -49,78 +67,40 @@ ENV_FLAGS = {
     "Pong-misc": "--num-iterations 30 --hidden-size 16 --eval-episodes 20",
 }
 
-# Sweeps, and the loop over commands that each replaces. README.md shows the first.
-SWEEPS = [
-    ("parallel_td.py", {"--learning-rate": "0.02 0.2", "--sigma": "0.3 0.5"}),
-    ("gridworld_qlearning.py", {"--learning-rate": "0.1 0.5", "--epsilon": "0.1 0.3"}),
-]
-
-SYNC = "padding", "truncation"
-
-# The TD scripts on other tasks: script, environment and flags.
-HILL = "--sigma 0.15 --gamma 1 --learning-rate 0.02 --num-centers 1000 --total-timesteps 500000"
-SWING = "--num-centers 1000 --total-timesteps 500000"
-TASKS = [
-    f"replay_td.py --env-id MountainCar-v0 {HILL} --epsilon 0.1",
-    f"epsilon_decay_td.py --env-id MountainCar-v0 {HILL} --end-e 0.1",
-    "parallel_td.py --env-id MountainCar-v0 --sigma 0.4 --learning-rate 0.003"
-    " --total-timesteps 500000",
-    f"replay_td.py --env-id Acrobot-v1 {SWING} --learning-rate 0.05",
-    f"parallel_td.py --env-id Acrobot-v1 {SWING} --learning-rate 0.1",
-]
-
 # Ablations: what is changed, script, flags, and texts that occur once in it with their replacement.
-ERRORS = "    td_errors, q = jax.vmap(partial(td_error, args, weights, centers))(batch, targets)\n"
+ERRORS = "    td_errors = jax.vmap(partial(td_error, args, params))(batch, targets)  # (B,)\n"
 OWN_TARGETS = (
-    "    targets = jax.vmap(partial(td_target, args, state._replace(weights=weights)))(batch)\n"
+    "    targets = jax.vmap(partial(td_target, args, state._replace(params=params)))(batch)\n"
 )
 THROUGH_TARGET = [
-    (
-        "def td_loss(args, weights, centers, batch, targets)",
-        "def td_loss(args, weights, state, batch)",
-    ),
-    (ERRORS, OWN_TARGETS + ERRORS.replace("centers", "state.centers")),
-    ("(args, state.weights, state.centers, batch, targets)", "(args, state.weights, state, batch)"),
+    ("def td_loss(params, args, batch, targets)", "def td_loss(params, args, state, batch)"),
+    (ERRORS, OWN_TARGETS + ERRORS),
+    ("(state.params, args, batch, targets)", "(state.params, args, state, batch)"),
 ]
 TIME_LIMIT = [("        terminated=terminated,\n", "        terminated=terminated | truncated,\n")]
 CONSTANT = [
     ("optax.linear_schedule(args.learning_rate, 0.0, args.num_updates)", "args.learning_rate")
 ]
-OF_THE_LIVING = [
-    (
-        "others = (relative.sum(axis=0) - relative) / (len(relative) - 1)",
-        "others = (episodes.mask * relative).sum(axis=0)"
-        " / jnp.maximum(episodes.mask.sum(axis=0), 1)",
-    )
-]
-TERMINAL = "a time limit taken for a terminal state"
 ABLATIONS = [
-    ("one environment", "parallel_td.py", "--num-envs 1", []),
-    ("less exploration", "parallel_td.py", "--epsilon 0.1", []),
     ("gradient through the target", "parallel_td.py", "", THROUGH_TARGET),
-    (TERMINAL, "parallel_td.py", "", TIME_LIMIT),
+    ("a time limit taken for a terminal state", "parallel_td.py", "", TIME_LIMIT),
     ("constant learning rate", "parallel_td.py", "", CONSTANT),
     ("no averaged target", "replay_td.py", "--tau 1", []),
     ("small buffer", "replay_td.py", "--buffer-size 1000", []),
-    ("less exploration", "replay_td.py", "--epsilon 0.1", []),
     ("episodes cut at the shortest", "reinforce_parallel.py", "--sync truncation", []),
-    ("mean of the living as baseline", "reinforce_parallel.py", "", OF_THE_LIVING),
 ]
-HILL_ABLATIONS = [("none", []), (TERMINAL, TIME_LIMIT), ("constant learning rate", CONSTANT)]
 
 # What lines that are there for speed are worth: what they do, script, flags, whether the newest jax
 # is meant, and each text with its replacement.
-LONG, CARS = "--total-timesteps 1e6", "--total-timesteps 2e8 --log-interval 1e8"
-AGENTS = "--total-timesteps 1e7"
+LONG, AGENTS = "--total-timesteps 1e6", "--total-timesteps 1e7"
 NEW, OLD = True, False
 WIDE = ('    "xla_cpu_prefer_vector_width": 512,', "    #")
 SPLIT = ("cpu-parallel-task-assigner,", "")
 LIBRARY = (",dot-library-rewriter", "")
-ACTION_BY_ACTION = ("jnp.stack([w_a @ phi for w_a in weights])", "weights @ phi")
-CENTERS = [
-    ("(obs.shape[1], args.num_centers)", "(args.num_centers, obs.shape[1])"),
-    ("(scaled[:, None] - centers) ** 2, axis=0)", "(scaled - centers) ** 2, axis=1)"),
-]
+ACTION_BY_ACTION = (
+    'jnp.stack([w_a @ phi for w_a in params["weights"]])',
+    'params["weights"] @ phi',
+)
 STEP_BY_STEP = [
     (
         "    explore = jax.random.bernoulli(key_explore, args.epsilon, BLOCK)\n"
@@ -135,36 +115,28 @@ STEP_BY_STEP = [
     ),
 ]
 LOOPS = [("byte_threshold=500000", "byte_threshold=1000")]
-CAR_LOOPS = [("byte_threshold=1000000000", "byte_threshold=1000")]
 TAYLOR = [("slope = cosine(", "slope = jnp.cos(")]
+IN_EACH_STEP = [
+    (
+        "    uniform = jax.random.uniform(key_action, time_limit)",
+        "    uniform = jax.random.split(key_action, time_limit)",
+    ),
+    ("        key, uniform = draws\n", "        key, uniform = draws[0], uniform_of(draws[1])\n"),
+    ("def play(", "uniform_of = jax.random.uniform\n\n\ndef play("),
+]
+AGENTS_AT_ONCE = [('if jax.default_backend() == "cpu":', "if 0:")]
 SPEED = [
     ("one product per action", "parallel_td.py", LONG, OLD, [ACTION_BY_ACTION]),
-    ("one product per action", "parallel_td.py", "--num-seeds 20", OLD, [ACTION_BY_ACTION]),
-    ("centers (D, F)", "parallel_td.py", "--num-seeds 20", OLD, CENTERS),
+    ("one product per action", "parallel_td.py", TWENTY, OLD, [ACTION_BY_ACTION]),
     ("wide vectors", "parallel_td.py", LONG, OLD, [WIDE]),
     ("small arrays not split among threads", "parallel_td.py", LONG, OLD, [SPLIT]),
     ("no jax 0.11 matrix library", "parallel_td.py", LONG, NEW, [LIBRARY]),
-    (
-        "agents one by one",
-        "gridworld_qlearning.py",
-        "--num-seeds 20",
-        OLD,
-        [('if jax.default_backend() == "cpu":', "if 0:")],
-    ),
+    ("agents one by one", "gridworld_qlearning.py", TWENTY, OLD, AGENTS_AT_ONCE),
     ("loops as one function", "gridworld_qlearning.py", AGENTS, OLD, LOOPS),
     ("random numbers in blocks", "gridworld_qlearning.py", AGENTS, OLD, STEP_BY_STEP),
-    ("loops as one function", "mountaincar_env.py", CARS, OLD, CAR_LOOPS),
-    ("Taylor series of the cosine", "mountaincar_env.py", CARS, OLD, TAYLOR),
-    ("wide vectors", "mountaincar_env.py", CARS, OLD, [WIDE]),
-    ("wide vectors", "mountaincar_env.py", CARS, NEW, [WIDE]),
+    ("wide vectors", "mountaincar_env.py", "", OLD, [WIDE]),
 ]
-
-# What the level of optimization is worth: seconds of compiling, beside level 3.
-COMPILING = [
-    ("parallel_td.py", "", 1),
-    ("reinforce_parallel.py", "--num-seeds 20", 1),
-    ("mountaincar_env.py", "--total-timesteps 1e6", 2),
-]
+COMPILING = [("parallel_td.py", ""), ("reinforce_parallel.py", TWENTY)]
 
 # rejax as its authors run it on CartPole-v1: the values of configs/gymnax/cartpole.yaml in
 # https://github.com/keraJLi/rejax (commit 4954fbf), but that it evaluates only once, at the end.
@@ -267,24 +239,41 @@ print(json.dumps([compiled - began, trained, returns.mean(axis=1).tolist()]))
 PEER_PACKAGES = ["rejax==0.1.3", "gymnax==0.0.9", "jax==0.10.1", "jaxlib==0.10.1", "six"]
 
 
-def run(script, *flags, save=True, python=sys.executable):
+def run(script, flags="", python=sys.executable, save=True, **env):
     """Run a script. Returns seconds from command to end, printed lines and saved arrays."""
     path = Path(tempfile.mkdtemp(dir=FOLDER)) / "saved.npz"
-    command = [python, str(script), *flags]
+    script = ROOT / script  # a path of its own stays what it is
+    command = [python, str(script), *flags.split()]
     print("+", " ".join(command), flush=True)
-    if save:
+    if save and script.name != "mountaincar_env.py":
         command += ["--save", str(path)]
     began = time.perf_counter()
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **env}
+    )
     seconds = time.perf_counter() - began
-    saved = dict(np.load(path)) if save else {}
+    saved = dict(np.load(path)) if path.exists() else {}
     return seconds, process.stdout.splitlines(), saved
 
 
-def two_at_a_time(calls):
-    """Run several commands of which no speed is wanted."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda call: run(*call), calls))
+def changed(script, changes):
+    """Write a copy of a script in which each text, which must occur once, is replaced."""
+    text = (ROOT / script).read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {script}"
+        text = text.replace(old, new)
+    copy = Path(tempfile.mkdtemp(dir=FOLDER)) / script
+    copy.write_text(text)
+    return copy
+
+
+def apply(recipe, text):
+    """Apply a recipe of README.md: "-" and " " are looked for, "+" and " " replace them."""
+    for part in re.findall(r"(?:^[ -].*\n)+(?:^\+.*\n)*", recipe, re.MULTILINE):
+        old, new = ("".join(re.findall(rf"^[ {sign}](.*\n)", part, re.MULTILINE)) for sign in "-+")
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
 
 
 def speed_of(lines):
@@ -294,20 +283,79 @@ def speed_of(lines):
     return float(digits.replace(",", "")) * (1 if million else 1e-6)
 
 
-def passes(returns):
-    """Number of runs that passed, and the greedy mean of the worst run."""
-    greedy = np.mean(returns, axis=1)
-    return f"{np.sum(greedy >= 475)} of {len(greedy)}", f"{greedy.min():.0f}"
+def speeds_in_turn(commands, rounds):
+    """Run commands (arguments of `run`) in turn, several rounds; a list of speeds for each."""
+    speeds = [[] for _ in commands]
+    for _ in range(rounds):
+        for own, command in zip(speeds, commands, strict=True):
+            own.append(speed_of(run(*command, save=False)[1]))
+    return speeds
 
 
-def learned(saved):
+def learned(saved, runs=slice(None)):
     """Number of runs that passed, the worst, steps to the first line at 475, return at the end."""
-    firsts = []
-    timesteps = np.broadcast_to(saved["timesteps"].T, saved["returns"].T.shape)
-    for steps, returns in zip(timesteps, saved["returns"].T, strict=True):
-        firsts.append(min(steps[returns >= 475], default=np.inf))
+    greedy = saved["greedy_return"][runs].mean(axis=1)
+    returns = saved["returns"][:, runs]
+    timesteps = np.broadcast_to(saved["timesteps"].T, saved["returns"].T.shape).T[:, runs]
+    firsts = np.where(returns >= 475, timesteps, np.inf).min(axis=0)
     first = "never" if np.isinf(np.median(firsts)) else f"{np.median(firsts) / 1e3:.0f}k"
-    return *passes(saved["greedy_return"]), first, f"{np.nanmean(saved['returns'][-3:]):.0f}"
+    passed = f"{np.sum(greedy >= 475)} of {len(greedy)}"
+    return passed, f"{greedy.min():.0f}", first, f"{np.nanmean(returns[-3:]):.0f}"
+
+
+LEARNED = ["passed", "worst run", "first at 475", "return at the end"]
+
+
+def table(head, rows):
+    """Format rows as a Markdown table. Also print it, in case a later measurement fails."""
+    lines = [head, ["---"] * len(head), *rows]
+    text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+    print(text, flush=True)
+    return text
+
+
+def learning():
+    """Measure 400 runs of each learner, and of replay_td.py with constant values of epsilon."""
+    rows = []
+    for script in LEARNERS:
+        name, flags = f"`{script}`", ""
+        if script == "replay_td.py":
+            flags = f"--epsilon {' '.join(CONSTANTS)}"
+        _, _, saved = run(script, f"{flags} {FRESH}")
+        settings = CONSTANTS if flags else [None]
+        for i, epsilon in enumerate(settings):
+            own = f"{name} `--epsilon {epsilon}`" if epsilon else name
+            rows.append([own, *learned(saved, slice(400 * i, 400 * i + 400))])
+    return table(["script", *LEARNED], rows)
+
+
+def times():
+    """Measure what the seconds of a command consist of, with 1 and with 20 runs. Draw curves."""
+    rows, curves = [], {}
+    for script in [*LEARNERS, "gridworld_qlearning.py", "mountaincar_env.py"]:
+        began = time.perf_counter()
+        code = f"import {script.removesuffix('.py')}"
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+        importing = time.perf_counter() - began
+        seconds, lines, _ = min((run(script) for _ in range(3)), key=lambda one: one[0])
+        compiling = float(re.findall(r"compiled in ([\d.]+)", lines[1])[0])
+        rest = seconds - importing - compiling
+        cells = [f"{part:.1f}" for part in (importing, compiling, rest, seconds)]
+        cells.append(f"{speed_of(lines):.2f}")
+        if script in LEARNERS:
+            twenty_seconds, lines, curves[script] = run(script, TWENTY)
+            cells += [f"{twenty_seconds:.1f}", f"{speed_of(lines):.2f}"]
+        rows.append([f"`{script}`", *cells, "", ""][:8])
+    picture(curves)
+    cache = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache["JAX_COMPILATION_CACHE_DIR"] = str(FOLDER / "cache")
+    first, second = (run("replay_td.py", f"--seed {seed}", **cache)[0] for seed in (0, 1))
+    head = ["script", "importing", "compiling", "rest", "command to end", "M steps/s"]
+    head += ["20 runs, command to end", "M steps/s"]
+    return f"""{table(head, rows)}
+With `JAX_COMPILATION_CACHE_DIR` and `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0` set,
+`python replay_td.py` takes {first:.1f} s, and a second command with another seed {second:.1f} s.
+"""
 
 
 def picture(curves):
@@ -319,8 +367,8 @@ def picture(curves):
     for axes, (script, saved) in zip(panels, curves.items(), strict=True):
         timesteps = np.broadcast_to(saved["timesteps"].T, saved["returns"].T.shape).T
         axes.plot(timesteps, saved["returns"], "C0", linewidth=0.4)
-        median = np.nanmedian(saved["returns"], axis=1)
-        axes.plot(np.median(timesteps, axis=1), median, "C0", linewidth=2.5)
+        middle = np.nanmedian(saved["returns"], axis=1)
+        axes.plot(np.median(timesteps, axis=1), middle, "C0", linewidth=2.5)
         axes.axhline(475, color="gray", linestyle=":")
         axes.set_title(script, fontsize=14)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -329,120 +377,118 @@ def picture(curves):
     plt.savefig(ROOT / ".pictures" / "curve.png", dpi=80)
 
 
-def table(head, rows):
-    """Format rows as a Markdown table. Also print it, in case a later measurement fails."""
-    lines = [head, ["---"] * len(head), *rows]
-    cells = [[str(cell).replace("|", r"\|") for cell in line] for line in lines]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
-    print(text, flush=True)
-    return text
+def sweep():
+    """Measure a sweep with 20 seeds, and the same runs as a loop over commands."""
+    flags = " ".join(f"{flag} {values}" for flag, values in SWEEP.items())
+    plot = f"--plot {ROOT / '.pictures' / 'sweep.png'}"
+    seconds, lines, _ = run("parallel_td.py", f"{flags} {TWENTY} {plot}")
+    settings = list(itertools.product(*[values.split() for values in SWEEP.values()]))
+    loop = 0.0
+    for setting in settings:
+        own = " ".join(f"{flag} {value}" for flag, value in zip(SWEEP, setting, strict=True))
+        loop += run("parallel_td.py", f"{own} {TWENTY}")[0]
+    shown = "\n".join(lines[-len(settings) :])
+    return f"""```
+$ python parallel_td.py {flags} {TWENTY}
+{shown}
+```
+
+This took {seconds:.0f} seconds, a loop over four commands {loop:.0f}.
+"""
 
 
-def learning():
-    """Measure 1, 20 and 400 runs of each learner. Returns two tables."""
-    rows, speeds, curves = [], [], {}
-    for script in LEARNERS:
-        seconds, lines, saved = min((run(ROOT / script) for _ in range(2)), key=lambda one: one[0])
-        compiling, training = saved["compile_seconds"], saved["train_seconds"]
-        importing = import_seconds(script)
-        rest = seconds - importing - compiling - training
-        times = [f"{part:.1f}" for part in (importing, compiling, training, rest, seconds)]
-        twenty_seconds, many_lines, curves[script] = run(ROOT / script, *TWENTY)
-        _, most_lines, saved = run(ROOT / script, "--num-seeds", "400", *FRESH)
-        speed = [f"{speed_of(printed):.2f}" for printed in (lines, many_lines, most_lines)]
-        training = f"{saved['train_seconds']:.0f}"
-        passed = passes(saved["greedy_return"])
-        rows.append([f"`{script}`", *passed, training, *learned(curves[script])[2:]])
-        speeds.append([f"`{script}`", *times, f"{twenty_seconds:.1f}", *speed])
-    for script, steps in [("gridworld_qlearning.py", 1), ("mountaincar_env.py", 400)]:  # million
-        outcomes = [run(ROOT / script, save=False) for _ in range(2)]
-        seconds, lines, _ = min(outcomes, key=lambda one: one[0])
-        importing, compiling = import_seconds(script), float(re.findall(r"[\d.]+", lines[1])[0])
-        training = steps / speed_of(lines)
-        parts = importing, compiling, training, seconds - importing - compiling - training, seconds
-        times = [f"{part:.1f}" for part in parts]
-        speeds.append([f"`{script}`", *times, "", f"{speed_of(lines):.0f}", "", ""])
-    picture(curves)
-    head = ["script", "passed", "worst run", "training, s", "first at 475", "return at the end"]
-    speed_head = ["script", "importing", "compiling", "training", "rest", "command to end"]
-    speed_head += ["20 runs, command to end", "M steps/s, 1 run", "20 runs", "400 runs"]
-    return table(head, rows), table(speed_head, speeds)
-
-
-def sweeps():
-    """Measure sweeps with 20 seeds, and the same runs as a loop over commands."""
+def environments_in_lockstep():
+    """Compare 16 environments in lockstep with one: five pairs in turn, with 1 and 20 seeds."""
     rows = []
-    for script, values in SWEEPS:
-        flags = [word for flag, several in values.items() for word in (flag, *several.split())]
-        pictured = ["--plot", str(ROOT / ".pictures" / "sweep.png")] if not rows else []
-        seconds, lines, saved = run(ROOT / script, *flags, *TWENTY, *pictured)
-        settings = list(itertools.product(*[several.split() for several in values.values()]))
-        loop = 0.0
-        for setting in settings:
-            own = [word for pair in zip(values, setting, strict=True) for word in pair]
-            loop += run(ROOT / script, *own, *TWENTY, save=False)[0]
-        if not rows:
-            shown = "\n".join(lines[-len(settings) :])
-        command = f"`{script} {' '.join([*flags, *TWENTY])}`"
-        runs = len(saved["seed"])
-        rows.append([command, runs, f"{seconds:.1f}", f"{loop:.1f}", f"{loop / seconds:.1f}"])
-    head = ["command", "runs", "seconds", "seconds of a loop over commands", "factor"]
-    return f"{table(head, rows)}\nThe last lines of the first:\n\n```\n{shown}\n```\n"
+    for seeds in 1, 20:
+        commands = [("parallel_td.py", f"--num-seeds {seeds} --num-envs {n}") for n in (1, 16)]
+        one, many = speeds_in_turn(commands, 5)
+        factors = [b / a for a, b in zip(one, many, strict=True)]
+        speeds = f"{median(one):.3f}", f"{median(many):.3f}"
+        rows.append([seeds, *speeds, f"{median(factors):.1f}"])
+    _, _, saved = run("parallel_td.py", f"--num-envs 1 {TWENTY}")
+    head = ["seeds", "M steps/s with `--num-envs 1`", "with 16", "factor (median of five)"]
+    text = "With one environment, {} seeds pass; the return reaches 475 at {} steps (median)."
+    passed, _, first, _ = learned(saved)
+    return f"{table(head, rows)}\n{text.format(passed, first)}\n"
 
 
-def import_seconds(script):
-    """Seconds that Python needs to start and to import a script."""
+def roll_by_step(env, args):
+    """M steps/s of cars that call `step`, which resets by itself, and draw in each step."""
+
+    def roll(args):
+        def step(carry, _):
+            key, env_state, total = carry
+            key, key_action, key_step = jax.random.split(key, 3)
+            action = jax.random.randint(key_action, (), 0, 3)
+            _, env_state, reward, *_ = env.step(key_step, env_state, action, env_params)
+            return (key, env_state, total + reward), None
+
+        key, key_reset = jax.random.split(jax.random.key(args.seed))
+        carry = key, env.reset(key_reset, env_params)[1], 0.0
+        return jax.lax.scan(step, carry, length=2000)[0][2]
+
+    env_params = jax.tree.map(np.asarray, env.default_params)
+    cars = {"seed": np.arange(args.num_envs)}
+    compiled = car.over_runs(roll, args, jax.device_count()).lower(cars).compile()
     began = time.perf_counter()
-    code = f"import {script.removesuffix('.py')}"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    return time.perf_counter() - began
+    jax.block_until_ready(compiled(cars))
+    return 2000 * args.num_envs / (time.perf_counter() - began) / 1e6
 
 
-def scaling():
-    """Measure the speed of poles, of agents, of cars, and of gymnax's own car."""
-    rows = []
-    for envs in 1, 16:
-        flags = ["--num-envs", str(envs)]
-        speed = max(speed_of(run(ROOT / "parallel_td.py", *flags)[1]) for _ in range(2))
-        rows.append([f"{envs}", f"`parallel_td.py {' '.join(flags)}`", f"{speed:.3f}"])
-    for agents, steps in [(1, 3e7), (30, 2e6), (1024, 2e5), (16384, 2e4)]:
-        flags = ["--num-seeds", str(agents), "--total-timesteps", f"{steps:g}"]
-        flags += ["--log-interval", f"{min(1e6, steps / 2):g}"]
-        speed = speed_of(run(ROOT / "gridworld_qlearning.py", *flags, save=False)[1])
-        rows.append([f"{agents:,}", f"`gridworld_qlearning.py {' '.join(flags)}`", f"{speed:.0f}"])
-    for envs, steps in [(1, 5e7), (16, 2e8), (256, 5e8), (4096, 5e8), (65536, 5e8)]:
-        flags = ["--num-envs", str(envs), "--total-timesteps", f"{steps:g}"]
-        speed = speed_of(run(ROOT / "mountaincar_env.py", *flags, save=False)[1])
-        rows.append([f"{envs:,}", f"`mountaincar_env.py {' '.join(flags)}`", f"{speed:.0f}"])
-    plain = "gymnax's own MountainCar-v0, `jax.vmap(env.step)` in `jax.lax.scan`, random actions"
-    rows.append(["4,096", plain, f"{gymnax_speed(4096):.0f}"])
-    return table(["poles, agents or cars", "command", "M steps/s"], rows)
-
-
-def gymnax_speed(num_envs, num_steps=2000):
-    """Million steps per second of gymnax's MountainCar-v0, stepped as its documentation shows."""
-    env, env_params = gymnax.make("MountainCar-v0")
-
-    def step(carry, _):
-        key, env_state = carry
-        key, key_action, key_step = jax.random.split(key, 3)
-        action = jax.random.randint(key_action, num_envs, 0, 3)
-        keys = jax.random.split(key_step, num_envs)
-        _, env_state, reward, *_ = jax.vmap(env.step, (0, 0, 0, None))(
-            keys, env_state, action, env_params
-        )
-        return (key, env_state), reward.sum()
-
-    keys = jax.random.split(jax.random.key(0), num_envs)
-    carry = jax.random.key(1), jax.vmap(env.reset, (0, None))(keys, env_params)[1]
-    rollout = jax.jit(lambda carry: jax.lax.scan(step, carry, length=num_steps))
-    jax.block_until_ready(rollout(carry))
-    seconds = []
+def cars():
+    """Compare rollouts of 4,096 cars on the same devices with the same options, in turn."""
+    args, theirs = car.parse_args([]), gymnax.make("MountainCar-v0")[0]
+    names = ["`mountaincar_env.py`", "without the Taylor series", "random numbers in each step"]
+    names += ["by `step` of its class", "by `step` of gymnax's class", "`--policy rocking`"]
+    speeds = [[] for _ in names]
+    copies = [changed("mountaincar_env.py", part) for part in (TAYLOR, IN_EACH_STEP)]
     for _ in range(3):
-        began = time.perf_counter()
-        jax.block_until_ready(rollout(carry))
-        seconds.append(time.perf_counter() - began)
-    return num_envs * num_steps / min(seconds) / 1e6
+        own = [speed_of(run(script)[1]) for script in ["mountaincar_env.py", *copies]]
+        own += [roll_by_step(env, args) for env in (car.ENV, theirs)]
+        own.append(speed_of(run("mountaincar_env.py", "--policy rocking")[1]))
+        for several, speed in zip(speeds, own, strict=True):
+            several.append(speed)
+    medians = [median(several) for several in speeds]
+    rows = []
+    for name, own in zip(names, medians, strict=True):
+        rows.append([name, f"{own:.0f}", f"{medians[0] / own:.1f}"])
+    return table(["rollout", "M steps/s", "the script is faster by"], rows)
+
+
+def hill():
+    """Make the same search for two scripts on MountainCar-v0; test the best of each on 20 seeds."""
+    found, best, names = {}, {}, list(HILL_VALUES)
+    scripts = "parallel_td.py", "replay_td.py"
+    for script in scripts:
+        flags = [f"--{name.replace('_', '-')} {words(own)}" for name, own in HILL_VALUES.items()]
+        saved = run(script, f"{HILL} {' '.join(flags)} --num-seeds 3")[2]
+        greedy = saved["greedy_return"].mean(axis=1).reshape(-1, 3).mean(axis=1)
+        settings = list(zip(*[saved[name][::3] for name in names], strict=True))
+        found[script] = dict(zip(settings, greedy, strict=True))
+        best[script] = settings[greedy.argmax()]
+    columns = list(itertools.product(*list(HILL_VALUES.values())[2:]))
+    rows = []
+    for row in itertools.product(*list(HILL_VALUES.values())[:2]):
+        cells = [f"{found[script][row + own]:.0f}" for script in scripts for own in columns]
+        rows.append([", ".join(f"{value:g}" for value in row), *cells])
+    head = [f"{script.split('_')[0]} {g:g}, {e:g}" for script in scripts for g, e in columns]
+    grid = table(["sigma, learning rate", *head], rows)
+    rows = []
+    for setting, script in itertools.product(dict.fromkeys(best.values()), scripts):
+        own = zip(names, setting, strict=True)
+        flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in own)
+        saved = run(script, f"{HILL} {flags} {TWENTY} --seed 95000")[2]
+        greedy = saved["greedy_return"].mean(axis=1)
+        numbers = f"{greedy.mean():.1f}", f"{greedy.min():.1f}", f"{saved['train_seconds']:.0f}"
+        mark = "its best" if setting == best[script] else "the other's best"
+        rows.append([f"`{script} {flags}`", mark, *numbers])
+    return f"{grid}\n{table(['command', 'flags', 'mean', 'worst run', 'training, s'], rows)}"
+
+
+def words(values):
+    """Write values as a flag takes them."""
+    return " ".join(f"{value:g}" for value in values)
 
 
 def unlearned_returns(env_id):
@@ -469,108 +515,78 @@ def unlearned_returns(env_id):
 
 
 def every_environment():
-    """Measure three runs of REINFORCE on each environment of gymnax; count where it learns."""
-    rows, mean_above, worst_above = [], 0, 0
-    names = [name for name in gymnax.registered_envs if name != "MNISTBandit-bsuite"]
-    few = ["--num-seeds", "3"]
-    commands = [["--env-id", name, *few, *ENV_FLAGS.get(name, "").split()] for name in names]
-    results = two_at_a_time([[ROOT / "reinforce_parallel.py", *command] for command in commands])
-    for env_id, (_, _, saved) in zip(names, results, strict=True):
-        flags = ENV_FLAGS.get(env_id, "")
-        greedy = saved["greedy_return"].mean(axis=1)
-        random, idle = unlearned_returns(env_id)
-        unlearned = max(random, idle) + 0.005  # equal returns differ by rounding
-        mean_above += greedy.mean() > unlearned
-        worst_above += greedy.min() > unlearned
-        result = f"{greedy.mean():.2f} ({greedy.min():.2f} to {greedy.max():.2f})"
-        flags = f"`{flags}`" if flags else "defaults"
-        rows.append([env_id, flags, f"{random:.2f}", f"{idle:.2f}", result])
-    head = ["environment", "flags", "random play", "always action 0", "greedy (worst to best run)"]
-    return f"""{table(head, rows)}
-The greedy mean is above both random play and always action 0 in {mean_above} of {len(rows)}
-environments. In {worst_above} of these, even the worst run is above both; elsewhere, the
-difference may be chance.
-"""
-
-
-def other_tasks():
-    """Measure twenty runs of each command in TASKS, and random play."""
+    """Measure three runs of REINFORCE on each environment of gymnax."""
     rows = []
-    for command in TASKS:
-        script, *flags = command.split()
-        _, _, saved = run(ROOT / script, *flags, *TWENTY)
+    for env_id in gymnax.registered_envs:
+        if env_id == "MNISTBandit-bsuite":
+            continue
+        flags = ENV_FLAGS.get(env_id, "")
+        saved = run("reinforce_parallel.py", f"--num-seeds 3 --env-id {env_id} {flags}")[2]
         greedy = saved["greedy_return"].mean(axis=1)
-        random, _ = unlearned_returns(env_id=flags[1])
-        numbers = f"{random:.0f}", f"{greedy.mean():.0f}", f"{greedy.min():.0f}"
-        rows.append([f"`{command}`", *numbers, f"{saved['train_seconds']:.0f}"])
-    return table(["command", "random play", "greedy, mean", "worst run", "training, s"], rows)
+        unlearned = [f"{mean:.2f}" for mean in unlearned_returns(env_id)]
+        result = f"{greedy.mean():.2f} ({greedy.min():.2f} to {greedy.max():.2f})"
+        rows.append([env_id, f"`{flags}`" if flags else "defaults", *unlearned, result])
+    head = ["environment", "flags", "random play", "always action 0", "greedy (worst to best run)"]
+    return table(head, rows)
 
 
 def ablations():
-    """Measure twenty runs with each change, by flags or in a copy of the script; two tables."""
-    rows, hill_rows = [], []
-    for what, script, flags, changes in ABLATIONS:
-        saved = run(changed(script, changes), *flags.split(), *TWENTY)[2]
-        flags = f"`{flags}`" if flags else ""
-        rows.append([f"`{script}`", what, flags, *learned(saved)])
-    for what, changes in HILL_ABLATIONS:
-        script, *flags = TASKS[0].split()
-        greedy = run(changed(script, changes), *flags, *TWENTY)[2]["greedy_return"].mean(axis=1)
-        numbers = f"{greedy.mean():.1f}", f"{greedy.min():.1f}", f"{greedy.max():.1f}"
-        hill_rows.append([what, *numbers])
-    head = ["script", "change", "flags", "passed", "worst run", "first at 475", "return at the end"]
-    hill_head = ["change", "greedy, mean", "worst run", "best run"]
-    return table(head, rows), table(hill_head, hill_rows)
-
-
-def truncation():
-    """Measure twenty runs of REINFORCE on two tasks, with padding and with truncation."""
+    """Measure twenty runs with each change, by flags or in a copy of the script."""
     rows = []
-    for env_id, sync in itertools.product(["Acrobot-v1", "Breakout-MinAtar"], SYNC):
-        flags = ["--env-id", env_id, "--sync", sync, *TWENTY]
-        greedy = run(ROOT / "reinforce_parallel.py", *flags)[2]["greedy_return"].mean(axis=1)
-        numbers = f"{greedy.mean():.1f}", f"{greedy.min():.1f}", f"{greedy.max():.1f}"
-        rows.append([f"`reinforce_parallel.py {' '.join(flags)}`", *numbers])
-    return table(["command", "greedy, mean", "worst run", "best run"], rows)
+    for what, script, flags, changes in ABLATIONS:
+        saved = run(changed(script, changes), f"{flags} {TWENTY}")[2]
+        own = f"`{script} {flags}`".replace(" `", "`")
+        rows.append([own, what, *learned(saved)])
+    return table(["command", "change", *LEARNED], rows)
 
 
-def changed(script, changes):
-    """Write a copy of a script in which each text, which must occur once, is replaced."""
-    text = (ROOT / script).read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {script}"
-        text = text.replace(old, new)
-    copy = FOLDER / script
-    copy.write_text(text)
-    return copy
+def recipes():
+    """Measure README.md's recipes, each beside the script that it changes."""
+    rows = []
+    for what, script, recipe, flags in [
+        ("Double Q-learning", "replay_td.py", DOUBLE_Q, "--num-seeds 100 --seed 95000"),
+        ("a network", "replay_td.py", NETWORK, f"{NETWORK_FLAGS} --num-seeds 40 --seed 95000"),
+    ]:
+        copy = changed(script, [])
+        copy.write_text(apply(recipe, copy.read_text()))
+        rows.append([what, f"`{script} {flags}`", *learned(run(copy, flags)[2])])
+    flags = "--num-seeds 100 --seed 95000"
+    rows.append(["none", f"`replay_td.py {flags}`", *learned(run("replay_td.py", flags)[2])])
+    copy, grid = changed("gridworld_qlearning.py", []), []
+    copy.write_text(apply(SARSA, copy.read_text()))
+    for what, script in ("none", "gridworld_qlearning.py"), ("expected SARSA", copy):
+        saved = run(script, f"--epsilon 0.1 0.3 {TWENTY}")[2]
+        for epsilon, part in zip([0.1, 0.3], (slice(20), slice(20, 40)), strict=True):
+            values = saved["q_table"][part, -1, -1].max(axis=-1)  # the start is the last cell
+            steps = saved["steps_per_episode"][-1, part].mean()
+            longest = saved["greedy_steps"][part].max()
+            grid.append([what, epsilon, f"{values.mean():.5f}", f"{steps:.2f}", f"{longest:.0f}"])
+    grid_head = ["recipe", "epsilon", "value of the start", "steps of a training episode"]
+    grid_head.append("greedy steps, longest")
+    return f"{table(['recipe', 'command', *LEARNED], rows)}\n{table(grid_head, grid)}"
 
 
 def speed_claims(newest):
-    """Measure scripts without one of their lines that are there for speed: the better of two."""
+    """Measure scripts without one of their lines that are there for speed: medians of three."""
     rows = []
     for what, script, flags, needs_newest, changes in SPEED:
         if needs_newest and not newest:
             continue
         python = newest if needs_newest else sys.executable
-        scripts = [ROOT / script, changed(script, changes)] * 2
-        speeds = [
-            speed_of(run(one, *flags.split(), save=False, python=python)[1]) for one in scripts
-        ]
-        with_line, without = max(speeds[::2]), max(speeds[1::2])
-        command = f"`{script} {flags}`" + (" (newest jax)" if needs_newest else "")
+        commands = [(one, flags, python) for one in (script, changed(script, changes))]
+        with_line, without = map(median, speeds_in_turn(commands, 3))
+        command = f"`{script} {flags}`".replace(" `", "`") + " (newest jax)" * needs_newest
         numbers = f"{with_line:.2f}", f"{without:.2f}", f"{with_line / without:.2f}"
         rows.append([what, command, *numbers])
-    head = ["line", "command", "M steps/s with it", "without", "factor"]
-    compiling = []
-    for script, flags, level in COMPILING:
-        option = f'"xla_backend_optimization_level": {level}'
-        scripts = [ROOT / script, changed(script, [(option, option.replace(str(level), "3"))])] * 2
-        seconds = [float(run(one, *flags.split())[2]["compile_seconds"]) for one in scripts]
+    option = '"xla_backend_optimization_level": 1'
+    for script, flags in COMPILING:
+        scripts = [script, changed(script, [(option, option.replace("1", "3"))])] * 2
+        seconds = [float(run(one, flags)[2]["compile_seconds"]) for one in scripts]
         with_line, without = min(seconds[::2]), min(seconds[1::2])
-        numbers = f"{with_line:.1f}", f"{without:.1f}", f"{without / with_line:.2f}"
-        compiling.append([f"optimization level {level}", f"`{script} {flags}`", *numbers])
-    head_of_compiling = ["option", "command", "seconds of compiling with it", "without", "factor"]
-    return f"{table(head, rows)}\n{table(head_of_compiling, compiling)}"
+        numbers = f"{with_line:.1f} s", f"{without:.1f} s", f"{without / with_line:.2f}"
+        command = f"`{script} {flags}`".replace(" `", "`")
+        rows.append(["optimization level 1: compiling", command, *numbers])
+    return table(["line", "command", "M steps/s with it", "without", "factor"], rows)
 
 
 def peer():
@@ -607,8 +623,8 @@ def peer():
         distance = ((obs / saved["obs_scale"])[:, None] - saved["centers"]) ** 2
         return saved["weights"] @ jax.numpy.exp(-distance.sum(axis=0) / (2 * saved["sigma"] ** 2))
 
-    def run_ours(script, *flags):
-        seconds, _, saved = run(ROOT / script, *flags)
+    def run_ours(script, flags=""):
+        seconds, _, saved = run(script, flags)
         used = "w0", "b0", "w1", "b1", "obs_scale", "centers", "weights", "sigma"
         params = {name: saved[name] for name in used if name in saved}
         greedy_returns = partial(scope["greedy_returns"], values)
@@ -617,33 +633,25 @@ def peer():
 
     for script in LEARNERS:
         *one, saved = run_ours(script)
-        *twenty, _ = run_ours(script, *TWENTY)
+        *twenty, _ = run_ours(script, TWENTY)
         add_row(f"`{script}`", saved["timesteps"].ravel()[-1], one, twenty)
     for algorithm, config in PEER_CONFIGS.items():
         one, twenty = run_peer(algorithm, 1), run_peer(algorithm, 10 if algorithm == "DQN" else 20)
         add_row(f"rejax {algorithm}", config["total_timesteps"], one, twenty)
     head = ["program", "steps of a run", "1 seed: compiling, s", "training, s", "command to end, s"]
-    head += [
-        "greedy return",
-        "20 seeds (DQN: 10): compiling, s",
-        "training, s",
-        "command to end, s",
-    ]
+    head += ["greedy return", "20 seeds (DQN: 10): compiling, s", "training, s"]
+    head += ["command to end, s", "passed"]
     versions = ", ".join(PEER_PACKAGES[:3]).replace("==", " ")
-    return f"{table([*head, 'passed'], rows)}\nVersions beside ours: {versions}.\n"
+    return f"{table(head, rows)}\nVersions beside ours: {versions}.\n"
 
 
 def grid_world():
     """Compare what twenty agents learn with the exact value of the start."""
-    _, lines, saved = run(ROOT / "gridworld_qlearning.py", *TWENTY)
-    args = json.loads(str(saved["args"]))
-    values = saved["q_table"][:, -1, -1].max(axis=-1)  # the start is the last cell
-    exponent = sum(args["grid_size"]) - 3  # the shortest path has one step more
-    [gamma] = args["gamma"]
-    exact = gamma**exponent
-    error = np.abs(values - exact).max()
+    _, lines, saved = run("gridworld_qlearning.py", TWENTY)
+    exact = 0.9**17  # the shortest path from (7, 11) to (0, 0) has 18 steps
+    error = np.abs(saved["q_table"][:, -1, -1].max(axis=-1) - exact).max()
     return f"""`{lines[-1]}`.
-The exact value is {gamma}^{exponent} = {exact:.5f}. The largest error is {error:.0e}.
+The exact value is 0.9^17 = {exact:.5f}. The largest error is {error:.0e}.
 """
 
 
@@ -655,110 +663,93 @@ def main():
     text = "run REINFORCE on all environments of gymnax, too"
     parser.add_argument("--environments", action="store_true", help=text)
     args = parser.parse_args()
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ["jax", "optax", "gymnax"]
-    )
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "optax", "gymnax")]
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    machine = f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}, {versions}"
+    machine = [f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}", *versions]
     for _, script, *_, changes in ABLATIONS + SPEED:
         changed(script, changes)  # now, so that a text that is gone is noticed at once
-    learning_table, speed_table = learning()
-    peers = peer() if args.peer else "Not measured: `--peer` was not given.\n"
-    scaling_table, tasks = scaling(), other_tasks()
-    ablation_table, hill_table = ablations()
-    page = f"""# Results
+    parts = [
+        ("Learning", LEARNING, learning),
+        ("Where the time goes", TIMES, times),
+        ("One environment and sixteen", LOCKSTEP, environments_in_lockstep),
+        ("The car", CARS, cars),
+        ("MountainCar-v0 with and without a replay buffer", HILLS, hill),
+        ("The grid world", GRID, grid_world),
+        ("A sweep", "", sweep),
+        ("Recipes of README.md", RECIPES, recipes),
+        ("What each ingredient is worth", INGREDIENTS, ablations),
+        ("What the lines for speed are worth", LINES, partial(speed_claims, args.newest)),
+    ]
+    if args.peer:
+        parts.append(("A peer beside", PEERS, peer))
+    if args.environments:
+        parts.append(("REINFORCE on every environment of gymnax", ENVIRONMENTS, every_environment))
+    page = "\n".join(f"## {title}\n{text}\n{measure()}" for title, text, measure in parts)
+    command = " ".join(["tests/benchmark.py", *sys.argv[1:]])
+    head = f"""# Results
 
-Written by `python tests/benchmark.py` on {date.today()}: {machine}.
+Written by `python {command}` on {date.today()}: {", ".join(machine)}.
 The machine is shared with other programs, so the speed of a short run can vary by a factor of two.
 On this machine, the same command learns the same, bit by bit; elsewhere, roundings differ.
+"""
+    (ROOT / "tests" / "RESULTS.md").write_text(f"{head}\n{page}")
 
-## Learning
 
-Each learner makes 400 runs on CartPole-v1 with its default flags (`--num-seeds 400 --seed
-{FRESH[1]}`: seeds on which no default was chosen). A run passes if its greedy policy has a mean
-return of at least 475 over 100 new episodes. The last two columns describe 20 runs (`--num-seeds
-20`). "First at 475" is the number of environment steps to the first progress line with a training
-return of at least 475, a median. "Return at the end" is the mean training return of the last three
-lines. A training return includes random actions: a quarter of all in the first two scripts.
-
-{learning_table}
-## Where the time goes
-
-Seconds of `python NAME.py`, the faster of two commands, and what they consist of. "Rest" is
-compiling and running the evaluation, and leaving Python. Importing is timed in a process of its
-own, so a short rest can come out below 0. Then the speed of training, over all runs.
-
-{speed_table}
-## A peer beside
-
+LEARNING = f"""
+CartPole-v1, default flags, `{FRESH}`: seeds on which no default was chosen. A run passes if
+its greedy policy has a mean return of at least 475 over 100 new episodes. "First at 475" is the
+number of environment steps to the first progress line with a training return of at least 475, a
+median. "Return at the end" is the mean training return of the last three lines. A training return
+includes random actions. The rows of `replay_td.py` are what `epsilon_decay_td.py` competes with:
+constant rates of exploration. Its own default is 0.25.
+"""
+TIMES = """
+Seconds of `python NAME.py`, the fastest of three commands, and what they consist of. Compiling
+includes the evaluation. "Rest" is training, evaluation and leaving Python.
+"""
+LOCKSTEP = """
+`parallel_td.py`, default flags, in turn.
+"""
+CARS = """
+4,096 cars, random actions except in the last row, on the same devices with the same compiler
+options; medians of three, in turn. Steps in the padding after an episode do not count.
+"""
+HILLS = f"""
+The same search for both scripts: `{HILL}`, each combination of the values below, three seeds
+(0 to 2) each. The first table has the greedy mean return for each sigma and learning rate (rows),
+gamma and epsilon (columns). Then the best setting of each runs in both scripts, on 20 other seeds.
+A mean return of -110 solves the task; random play has -200.
+"""
+GRID = f"""
+The last line of `python gridworld_qlearning.py {TWENTY}`:
+"""
+RECIPES = """
+Each recipe of README.md, applied to the script, beside the script itself ("none").
+"""
+INGREDIENTS = """
+Each row makes 20 runs with one change: another value of a flag, or other lines in a copy of the
+script. The columns are those of the first table. With episodes cut at the shortest, all fail: every
+reward is 1 and all cut episodes are equally long, so every advantage is exactly 0.
+"""
+LINES = """
+Each row compares a script with a copy that lacks one line or option, in turn: medians of three
+commands each. On a shared machine, factors differ by up to a sixth from one day to the next.
+"""
+PEERS = """
 [rejax](https://github.com/keraJLi/rejax) on CartPole-v1 with its own configuration for this task
 (`configs/gymnax/cartpole.yaml`), and our learners with their default flags, in the same minutes:
 one seed, and 20 seeds in one vmapped program (10 of DQN, which takes minutes). All final policies
 play the same 100 episodes greedily, and a seed passes with a mean return of at least 475. The
 budgets differ: each program has its own default. rejax trains neural networks with methods that
 scale to other tasks; what is compared is what a user waits for here.
-
-{peers}
-## Sweeps
-
-A flag that takes several values makes one program of all runs. Beside it: one command for each
-setting, one after the other. All have 20 seeds.
-
-{sweeps()}
-## The grid world
-
-The last line of `python gridworld_qlearning.py --num-seeds 20`: {grid_world()}
-## Scaling
-
-{scaling_table}
-## The TD scripts on other tasks
-
-Each command makes 20 runs (`--num-seeds 20`), then plays 100 greedy episodes per run. A mean return
-of -110 solves MountainCar-v0. `parallel_td.py` fails there, with the flags that suit it best of
-those tried; it has no replay buffer.
-
-{tasks}
-## REINFORCE on every environment of gymnax
-
+"""
+ENVIRONMENTS = """
 This is `reinforce_parallel.py --num-seeds 3` on all environments that gymnax registers, except
 MNISTBandit-bsuite, which would download data. "Random play" and "always action 0" (often: doing
 nothing) are mean returns of 100 episodes without learning. "Greedy" is the mean return of the
 learned policy, undiscounted and without exploration, over three runs. Where the default flags do
 not learn or take too long, the table has others.
-
-Environments in which nothing is learned are in the table on purpose.
-
-{every_environment() if args.environments else "Not measured: `--environments` was not given."}
-
-## What each ingredient is worth
-
-Each row makes 20 runs with one change: another value of a flag, or other lines in a copy of the
-script. The columns are those of the first table, which shows the unchanged scripts.
-
-{ablation_table}
-With a gradient through the target, most runs fail. With episodes cut at the shortest one, all fail:
-every reward is 1 and all cut episodes are equally long, so every advantage is exactly 0.
-
-Two ingredients do not change how many seeds pass on CartPole-v1, but learning is slower without
-them: to tell time limits from terminal states, and a learning rate that falls. The same changes of
-`{TASKS[0]}`, the first of the commands above:
-
-{hill_table}
-Where rewards differ, something is learned from cut episodes too. Acrobot-v1 gives -1 for each step
-but the last, so the shortest episode is told apart from the others, and that is enough. In
-Breakout-MinAtar the bias shows: an episode that goes on earns more after the cut, and this is left
-out.
-
-{truncation()}
-
-## What the lines for speed are worth
-
-Each row compares a script with a copy that lacks one line or option: the speed in the last progress
-line, the better of two commands each, run in turn. On a shared machine, the factors differ by up to
-a sixth from one day to the next.
-
-{speed_claims(args.newest)}"""
-    (ROOT / "tests" / "RESULTS.md").write_text(page)
+"""
 
 
 if __name__ == "__main__":

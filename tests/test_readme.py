@@ -6,32 +6,31 @@ from types import SimpleNamespace
 import gymnasium
 import gymnax
 import numpy as np
+import pytest
+from benchmark import DOUBLE_Q, NETWORK, NETWORK_FLAGS, README, SARSA, apply
 from conftest import ROOT
 
 import parallel_td
+import reinforce_parallel
 import replay_td
 
-README = (ROOT / "README.md").read_text()
-OWN_CAR, ACT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-DOUBLE_Q, SARSA, NETWORK = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+OWN_CAR, ACT, ACT_BY_POLICY = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def changed(script, recipe):
-    """Apply a recipe: "-" and " " are looked for, "+" and " " replace them. Return the module."""
-    text = (ROOT / script).read_text()
-    for part in re.findall(r"(?:^[ -].*\n)+(?:^\+.*\n)*", recipe, re.MULTILINE):
-        old, new = ("".join(re.findall(rf"^[ {sign}](.*\n)", part, re.MULTILINE)) for sign in "-+")
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    exec(text, scope := {"__name__": "changed"})
+    """Apply a recipe. Return the module."""
+    exec(apply(recipe, (ROOT / script).read_text()), scope := {"__name__": "changed"})
     return SimpleNamespace(**scope)
 
 
 def test_double_q_learning_asks_one_for_the_action_and_the_other_for_its_value():
     args = SimpleNamespace(env_id="MountainCar-v0", sigma=1.0, gamma=0.5)
     at_center = replay_td.Transition(np.zeros(2), 0, 1.0, np.zeros(2), terminated=False)
-    state = SimpleNamespace(centers=np.zeros((2, 1)))
-    state.weights, state.target_weights = np.array([[0], [3], [1]]), np.array([[8], [4], [6]])
+    params, target_params = (
+        {"centers": np.zeros((2, 1)), "weights": np.array([[w] for w in weights])}
+        for weights in ([0, 3, 1], [8, 4, 6])
+    )
+    state = SimpleNamespace(params=params, target_params=target_params)
     assert changed("replay_td.py", DOUBLE_Q).td_target(args, state, at_center) == 1 + 0.5 * 4
 
 
@@ -41,24 +40,46 @@ def test_sarsa_learns():
     assert np.isfinite(results["greedy_steps"]) and 0.1 < results["q_table"][0, -1, -1].max() < 0.16
 
 
-def test_a_network_learns():
+def test_a_network_learns_is_swept_saved_and_acts_in_numpy(tmp_path):
     """A fifteenth of the run in README. A random policy has a return of about 20."""
-    [flags] = re.findall(r"`(--num-envs 4 .* --total-timesteps) 300000`", README)
-    results = changed("replay_td.py", NETWORK).main(f"{flags} 20000 --seed 1".split())
-    assert results["greedy_return"].mean() > 200
+    flags = NETWORK_FLAGS.replace("300000", "20000") + " --seed 1 --tau 0 0.01"
+    file = tmp_path / "x.npz"
+    results = changed("replay_td.py", NETWORK).main([*flags.split(), "--save", str(file)])
+    saved = dict(np.load(file))
+    assert results["greedy_return"][1].mean() > 200 and "centers" not in saved
+    params = [saved[name][1] for name in ("w0", "b0", "w1", "b1")]
+
+    def act(obs):
+        w0, b0, w1, b1 = params
+        return np.argmax(np.maximum(obs / saved["obs_scale"][1] @ w0 + b0, 0) @ w1 + b1)
+
+    assert steps_in_gymnasium(act) > 200
 
 
-def test_saved_weights_balance_gymnasiums_pole(tmp_path, monkeypatch):
-    """Also with another width of the features: the lines read it from the file."""
-    monkeypatch.chdir(tmp_path)
-    parallel_td.main(["--sigma", "0.4", "--seed", "100", "--save", "weights.npz"])
+def steps_in_gymnasium(act):
+    """Steps for which a policy balances Gymnasium's pole."""
     env, steps, over = gymnasium.make("CartPole-v1"), 0, [False]
-    scope = {"np": np, "obs": env.reset(seed=0)[0]}
+    obs, _ = env.reset(seed=0)
     while not any(over):
-        exec(ACT, scope)
-        scope["obs"], _, *over, _ = env.step(scope["action"])
+        obs, _, *over, _ = env.step(act(obs))
         steps += 1
-    assert steps >= 475
+    return steps
+
+
+# Also with another width of the features: the lines read it from the file.
+@pytest.mark.parametrize(
+    ("script", "lines", "flags"),
+    [(parallel_td, ACT, "--sigma 0.4"), (reinforce_parallel, ACT_BY_POLICY, "--gamma 0.98")],
+)
+def test_what_is_saved_balances_gymnasiums_pole(script, lines, flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script.main(f"{flags} --seed 100 --save learned.npz".split())
+
+    def act(obs):
+        exec(lines, scope := {"np": np, "obs": obs})
+        return scope["action"]
+
+    assert steps_in_gymnasium(act) >= 475
 
 
 def test_an_environment_of_ones_own_goes_into_the_learner(capsys, monkeypatch):
