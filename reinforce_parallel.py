@@ -4,7 +4,7 @@
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
 # ///
-"""REINFORCE on N episodes at a time, of different lengths, padded and masked.
+r"""REINFORCE on N episodes at a time, of different lengths, padded and masked.
 
 Each iteration plays N episodes with the current policy pi, then gives Adam the gradient estimate
 
@@ -21,8 +21,9 @@ objective (Nota & Thomas 2020). Returns stop at the time limit.
 follows does not count. Where every step has the same reward, as in CartPole-v1, all returns are
 then equal, all advantages are 0, and nothing is learned.
 
-    python reinforce_parallel.py                                    # CartPole-v1
-    python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --gif pendulum.gif
+    python reinforce_parallel.py    # CartPole-v1
+    python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --num-iterations 500 \
+        --gamma 0.95 --gif pendulum.gif
 
 Shapes: R runs, K log intervals, U = args.interval_updates updates, N = args.num_envs episodes,
 T steps (the time limit), E = args.eval_episodes episodes, D observation dimensions,
@@ -423,8 +424,7 @@ def main(argv=None):
             raise
         print("interrupted: the results are those of the last line")
 
-    greedy_return = play_greedily(runs_and_copies, state)
-    arrays = greedy_return, state.params, jax.random.key_data(state.key)
+    arrays = play_greedily(runs_and_copies, state), state.params, jax.random.key_data(state.key)
     greedy_return, params, key_data = gather(arrays, num_runs)  # (R, E), (R, ...) each, (R, ...)
     settings = np.split(greedy_return.mean(axis=1), len(labels))
     for label, means in zip(labels, settings, strict=True):

@@ -46,7 +46,7 @@ SWEEP = {"--learning-rate": "0.02 0.2", "--sigma": "0.3 0.5"}  # README.md shows
 # MountainCar-v0: the same search for the two scripts, three seeds of each setting.
 HILL = "--env-id MountainCar-v0 --num-centers 1000 --total-timesteps 500000"
 HILL_VALUES = {
-    "sigma": [0.1, 0.15, 0.25, 0.4],
+    "sigma": [0.07, 0.1, 0.15, 0.25],
     "learning_rate": [0.003, 0.01, 0.03, 0.1],
     "gamma": [0.99, 1],
     "epsilon": [0.1, 0.25],
@@ -54,7 +54,7 @@ HILL_VALUES = {
 
 # Flags of reinforce_parallel.py where its defaults do not learn or take too long.
 ENV_FLAGS = {
-    "Pendulum-v1": "--num-envs 64 --num-iterations 500 --gamma 0.95",
+    "Pendulum-v1": "--num-envs 128 --num-iterations 500 --gamma 0.95",
     "MountainCarContinuous-v0": "--num-envs 64",
     "Asterix-MinAtar": "--num-envs 8 --num-iterations 50 --eval-episodes 20",
     "Freeway-MinAtar": "--num-envs 4 --num-iterations 25 --eval-episodes 20",
