@@ -415,19 +415,24 @@ def environments_in_lockstep():
 
 
 def roll_by_step(env, args):
-    """M steps/s of cars that call `step`, which resets by itself, and draw in each step."""
+    """M steps/s of cars that call `step`, which resets by itself. Actions are drawn beforehand."""
 
     def roll(args):
-        def step(carry, _):
-            key, env_state, total = carry
-            key, key_action, key_step = jax.random.split(key, 3)
-            action = jax.random.randint(key_action, (), 0, 3)
-            obs, env_state, reward, *_ = env.step(key_step, env_state, action, env_params)
-            return (key, env_state, total + reward + obs[0]), None  # else, nothing is computed
+        def step(carry, draws):
+            env_state, total = carry
+            key, uniform = draws
+            action = (3 * uniform).astype(int)
+            obs, env_state, reward, *_ = env.step(key, env_state, action, env_params)
+            return (env_state, total + reward + obs[0]), None  # else, nothing is computed
+
+        def episodes(carry, key):
+            key_action, key_step = jax.random.split(key)
+            draws = jax.random.split(key_step, 200), jax.random.uniform(key_action, 200)
+            return jax.lax.scan(step, carry, draws)[0], None
 
         key, key_reset = jax.random.split(jax.random.key(args.seed))
-        carry = key, env.reset(key_reset, env_params)[1], 0.0
-        return jax.lax.scan(step, carry, length=2000)[0][2]
+        carry = env.reset(key_reset, env_params)[1], 0.0
+        return jax.lax.scan(episodes, carry, jax.random.split(key, 10))[0][1]
 
     env_params = jax.tree.map(np.asarray, env.default_params)
     cars = {"seed": np.arange(args.num_envs)}
