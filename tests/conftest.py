@@ -1,4 +1,11 @@
-"""What the tests share: where the scripts are, flags of short runs, and Adam."""
+"""What the tests share: where the scripts are, flags of short runs, and Adam.
+
+test_td.py, test_gridworld_qlearning.py and test_reinforce_parallel.py replay runs in NumPy. A
+replay computes all that is learned by itself, but it draws as the script does: keys are split in
+the same order, jax.random draws the same shapes, and gymnax resets its environments with the same
+keys. This is meant. Runs that draw different numbers can only be compared in the mean, which shows
+few faults. Who changes how a script draws changes its replay, too.
+"""
 
 import gc
 import os
@@ -17,16 +24,18 @@ SCRIPTS = [*TRIO, "gridworld_qlearning.py", "mountaincar_env.py", "reinforce_par
 # Copied before an imported script adds its settings. Output is buffered, as it is for most users.
 USER_ENV = os.environ | {"PYTHONUNBUFFERED": ""}
 
-# Three log intervals, a sweep. Numbers differ where they can: what is confused with another shows.
-RATES = "--num-seeds 3 --learning-rate 0 0.125 1"
-TD = "--num-envs 4 --num-centers 30 --eval-episodes 7 --total-timesteps 70 --log-interval 22"
-FLAGS = dict.fromkeys(TRIO, f"{TD} {RATES} --buffer-size 50") | {
-    "parallel_td.py": f"{TD} {RATES}",
-    "gridworld_qlearning.py": "--total-timesteps 8600 --log-interval 2900 --grid-size 2 3"
-    " --num-seeds 3 --gamma 0 0.125 0.5 0.75 1",
-    "mountaincar_env.py": "--num-envs 3 --total-timesteps 700 --log-interval 250",
-    "reinforce_parallel.py": "--num-envs 2 --hidden-size 6 --eval-episodes 8"
-    f" --num-iterations 11 --log-interval 4 {RATES}",
+# Three log intervals; learners make 15 runs. Sizes differ: what is confused with another shows.
+SWEEP = "--num-seeds 3 --gamma 0 0.125 0.5 0.75 1"
+STEPS = f"--total-timesteps 9023 --log-interval 3007 {SWEEP}"
+TD = f"--num-envs 4 --num-centers 30 --eval-episodes 7 {STEPS}"
+FLAGS = {
+    "parallel_td.py": TD,
+    "replay_td.py": f"{TD} --buffer-size 50",
+    "epsilon_decay_td.py": f"{TD} --buffer-size 50",
+    "gridworld_qlearning.py": f"--grid-size 2 3 {STEPS}",
+    "mountaincar_env.py": "--num-envs 3 --num-episodes 7 --log-interval 3",
+    "reinforce_parallel.py": "--num-envs 2 --hidden-size 6 --eval-episodes 7"
+    f" --num-iterations 11 --log-interval 4 {SWEEP}",
 }
 
 sys.path.insert(0, str(ROOT))
@@ -51,20 +60,26 @@ def start(folder, script, flags, **env):
     return Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=PIPE, text=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def started(request, tmp_path_factory):
-    """Folder and process of each script: test_smoke.py waits for them. That saves half a minute."""
-    wanted, processes = {item.name for item in request.session.items}, {}
-    for script in SCRIPTS:
-        flags = f"{FLAGS[script]} --save run.npz"
+    """Folder and process of each script, of those that the chosen tests wait for."""
+    waiting = [item for item in request.session.items if "started" in item.fixturenames]
+    processes = {}
+    for script in {item.callspec.params["script"] for item in waiting}:
+        flags, folder = f"{FLAGS[script]} --save run.npz", tmp_path_factory.mktemp("run")
         if script != "mountaincar_env.py":
             flags += " --plot curve.png"
         if script == "reinforce_parallel.py":
-            flags += " --gif episode.gif --seed 6"  # of 28 steps
-        if f"test_runs_alone_in_an_empty_folder[{script}]" in wanted:
-            folder = tmp_path_factory.mktemp("run")
-            processes[script] = folder, start(folder, script, flags)
+            flags += " --gif episode.gif"
+        processes[script] = folder, start(folder, script, flags)
     return processes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def start_early(request):
+    """Start them before the first test. Other tests run meanwhile, which saves half a minute."""
+    if any("started" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("started")
 
 
 def adam(param, moments, grad, count, learning_rate):

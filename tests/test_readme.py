@@ -14,7 +14,11 @@ import parallel_td
 import reinforce_parallel
 import replay_td
 
-OWN_CAR, ACT, ACT_BY_POLICY = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+OWN_CAR, ACT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+[BY_POLICY] = re.findall(r"`(np.argmax.*?)`", README)
+LOAD = "".join(
+    f'{name} = np.load("learned.npz")["{name}"][0]\n' for name in ("w0", "b0", "w1", "b1")
+)
 
 
 def changed(script, recipe):
@@ -69,7 +73,10 @@ def steps_in_gymnasium(act):
 # Also with another width of the features: the lines read it from the file.
 @pytest.mark.parametrize(
     ("script", "lines", "flags"),
-    [(parallel_td, ACT, "--sigma 0.4"), (reinforce_parallel, ACT_BY_POLICY, "--gamma 0.98")],
+    [
+        (parallel_td, ACT, "--sigma 0.4"),
+        (reinforce_parallel, f"{LOAD}action = {BY_POLICY}", "--gamma 0.98"),
+    ],
 )
 def test_what_is_saved_balances_gymnasiums_pole(script, lines, flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

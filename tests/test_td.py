@@ -28,7 +28,7 @@ def td(request):
 
 
 class Moon(gymnax.environments.CartPole):
-    """A pole with rewards of 3 or 4, by action. Its start depends on gravity: x is 0.5 for 5."""
+    """A pole with rewards of 3.25 or 4.75, by action. It starts at gravity / 10: at x = 0.5."""
 
     def reset_env(self, key, params):
         _, state = super().reset_env(key, params)
@@ -37,7 +37,7 @@ class Moon(gymnax.environments.CartPole):
 
     def step_env(self, key, state, action, params):
         obs, state, reward, terminated, info = super().step_env(key, state, action, params)
-        return obs, state, (3 + action) * reward, terminated, info
+        return obs, state, (3.25 + 1.5 * action) * reward, terminated, info
 
 
 MOON, LIMIT, MOON_SCALE = Moon(), 12, [2.0, 3.5, 0.25, 2.5]
@@ -65,15 +65,13 @@ class Poles:
         return np.exp(-(distance**2).sum(axis=1) / (2 * self.sigma**2))
 
     def step(self, weights, epsilon):
-        """Return (obs, action, reward, next_obs, terminated) of each. Note ended episodes.
-
-        The key is split into the next one, one for who explores, one for how, and one for each.
-        """
-        self.key, key_explore, key_action, *keys = jax.random.split(self.key, 7)
+        """Return (obs, action, reward, next_obs, terminated) of each. Note ended episodes."""
+        self.key, key_explore, key_action, key_step = jax.random.split(self.key, 4)
         explore = np.asarray(jax.random.uniform(key_explore, 4)) < epsilon
         greedy = [np.argmax(weights @ self.features(obs)) for obs in self.obs]
         action = np.where(explore, jax.random.randint(key_action, 4, 0, 2), greedy)
-        before, stepped = self.obs, vectorized("step")(jnp.stack(keys), self.env_state, action)
+        keys = jax.random.split(key_step, 4)
+        before, stepped = self.obs, vectorized("step")(keys, self.env_state, action)
         self.obs, self.env_state, reward, terminated, truncated, info = stepped
         self.totals += np.array(reward)
         done = np.array(terminated | truncated)
@@ -94,7 +92,7 @@ class Poles:
             while not any(over):
                 action = np.argmax(weights @ self.features(obs))
                 obs, _, *over, _ = env.step(action)
-                returns[i] += 3 + action
+                returns[i] += 3.25 + 1.5 * action
         return returns
 
 
@@ -143,22 +141,36 @@ def learn_from_the_past(run, epsilons):
 
 
 def curves(poles, means, num_lines):
-    """Mean return of each line (nan if no episode ended), and its mean TD error and Q-value."""
+    """What is saved of each line: mean return (nan if no episode ended), TD error, Q-value."""
     steps = len(poles.returns) // num_lines
     lines = [np.concatenate(poles.returns[i * steps :][:steps]) for i in range(num_lines)]
     errors, values = np.reshape(means, (num_lines, -1, 2)).mean(axis=1).T
-    return [line.mean() if line.size else np.nan for line in lines], errors, values
+    returns = [line.mean() if line.size else np.nan for line in lines]
+    return {"returns": returns, "td_error": errors, "q_value": values, "twice": 2 * values}
 
 
 def compare(td, flags, learn, monkeypatch):
-    """A sweep of every flag. Its first and its last run, and two between, are replayed."""
-    first_state, weights = td.init_state, jnp.array(FIRST_WEIGHTS)
+    """A sweep of every flag. Its first and its last run, and two between, are replayed.
+
+    td_loss returns one more metric: it is saved under its name.
+    """
+    first_state, loss = td.init_state, td.td_loss
+
+    def init_state(args):
+        # From 0, all actions would have the same value after one step of Adam.
+        state = first_state(args)
+        return state._replace(params=state.params | {"weights": jnp.array(FIRST_WEIGHTS)})
+
+    def td_loss(*call):
+        value, metrics = loss(*call)
+        return value, metrics | {"twice": 2 * metrics["q_value"]}
+
     monkeypatch.setitem(td.OBS_SCALE, "Moon", MOON_SCALE)
     monkeypatch.setattr(td, "make_env", lambda _: (MOON, PARAMS))
-    # After one step of Adam from 0, all actions would have the same value.
-    monkeypatch.setattr(td, "init_state", lambda args: first_state(args)._replace(weights=weights))
-    results, args = td.main(flags.split()), vars(td.parse_args(flags.split()))
-    sweep = {name: args[name] for name in td.SWEPT} | {"seed": [9, 10]}
+    monkeypatch.setattr(td, "init_state", init_state)
+    monkeypatch.setattr(td, "td_loss", td_loss)
+    results = td.main(flags.split())
+    sweep = td.parse_args(flags.split()).swept | {"seed": [9, 10]}
     runs = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
     for name in sweep:
         equal(results[name], [run[name] for run in runs])
@@ -167,7 +179,7 @@ def compare(td, flags, learn, monkeypatch):
     ends, middle = set(), len(runs) // 3  # runs whose flags have the first, the last value in turn
     for i in 0, middle, len(runs) - 1 - middle, len(runs) - 1:
         poles, weights, lines = learn(SimpleNamespace(**runs[i]))
-        for name, curve in zip(["returns", "td_error", "q_value"], lines, strict=True):
+        for name, curve in lines.items():
             close(results[name][:, i], curve, rtol=2e-3, atol=1e-5, err_msg=f"{name} of run {i}")
         close(results["weights"][i], weights, rtol=1e-3, atol=1e-3, err_msg=f"run {i}")
         close(results["centers"][i], poles.centers, rtol=1e-6)
@@ -213,24 +225,28 @@ def test_epsilon_decays_to_its_lower_end():
 def test_values_target_error_and_loss_of_one_transition(td, terminated):
     """On MountainCar-v0, with a target of other weights than those of the value."""
     rng, run = np.random.default_rng(0), SimpleNamespace(env_id="MountainCar-v0", sigma=0.5)
-    (w, next_w), centers = rng.normal(size=(2, 3, 7)), rng.uniform(-1, 1, size=(2, 7))
+    params, target_params = (
+        {"weights": rng.normal(size=(3, 7)), "centers": rng.uniform(-1, 1, size=(2, 7))}
+        for _ in range(2)
+    )
     row = td.Transition(np.array([-0.5, 0.03]), 2, -1.0, np.array([0.4, -0.02]), terminated)
 
-    def q(weights, position, velocity):
-        distance = (position / 1.2 - centers[0]) ** 2 + (velocity / 0.07 - centers[1]) ** 2
-        return weights @ np.exp(-2 * distance)  # 2 = 1 / (2 sigma^2)
+    def q(params, position, velocity):
+        x, v = params["centers"]
+        distance = (position / 1.2 - x) ** 2 + (velocity / 0.07 - v) ** 2
+        return params["weights"] @ np.exp(-2 * distance)  # 2 = 1 / (2 sigma^2)
 
-    close(td.q_values(run, w, centers, row.obs), q(w, -0.5, 0.03), rtol=1e-5)
+    close(td.q_values(run, params, row.obs), q(params, -0.5, 0.03), rtol=1e-5)
     run.gamma = 0.9
-    target = -1 if terminated else -1 + 0.9 * max(q(next_w, 0.4, -0.02))
-    state = SimpleNamespace(centers=centers, weights=w, target_weights=next_w)
-    if td is parallel_td:  # it has no weights for targets alone
-        state.weights = next_w
+    target = -1 if terminated else -1 + 0.9 * max(q(target_params, 0.4, -0.02))
+    state = SimpleNamespace(params=params, target_params=target_params)
+    if td is parallel_td:  # it has no parameters for targets alone
+        state.params = target_params
     close(td.td_target(run, state, row), target, rtol=1e-5)
-    value = q(w, -0.5, 0.03)[2]
-    close(td.td_error(run, w, centers, row, 5.0), (5 - value, value), rtol=1e-5)
+    value = q(params, -0.5, 0.03)[2]
+    close(td.td_error(run, params, row, 5.0), 5 - value, rtol=1e-5)
     batch = jax.tree.map(lambda array: np.stack([array, array]), row)
-    loss, _ = td.td_loss(run, w, centers, batch, np.array([5.0, 3.0]))
+    loss, _ = td.td_loss(params, run, batch, np.array([5.0, 3.0]))
     close(loss, ((5 - value) ** 2 + (3 - value) ** 2) / 4, rtol=1e-5)
 
 
