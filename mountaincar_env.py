@@ -142,7 +142,7 @@ class Step(NamedTuple):
 
 
 def choose_action(args, obs, uniform):
-    """Choose an action. A number in [0, 1) makes it random."""
+    """Choose an action, of the shape of its space. A number in [0, 1) makes it random."""
     if args.policy == "rocking":
         return jnp.where(obs[1] < 0, 0, 2)
     return (3 * uniform).astype(int)
@@ -159,7 +159,7 @@ def play(args, key):
         real = {"timesteps": mask, "returns": jnp.where(mask, reward, 0.0)}
         totals = jax.tree.map(jnp.add, totals, real)
         kept = Step(obs, action, reward, next_obs, terminated, mask) if args.save else None
-        return (next_obs, env_state, mask & ~terminated, totals), kept
+        return (next_obs, env_state, mask & jnp.logical_not(terminated), totals), kept
 
     key_reset, key_action, key_step = jax.random.split(key, 3)
     time_limit = PARAMS.max_steps_in_episode
@@ -268,7 +268,7 @@ def parse_args(argv=None):
     text = "episodes of each car between progress lines, at most"
     add("--log-interval", type=number(int, 1, 1e6), default=100, help=text)
     add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
-    text = f"write every step, 26 bytes each, of at most {MAX_SAVED:g}"
+    text = f"write every step, of at most {MAX_SAVED:g}"
     add("--save", type=file_name(".npz"), metavar="FILE", help=text)
     args = parser.parse_args(argv)
     if args.distributed and not jax.distributed.is_initialized():
