@@ -187,11 +187,6 @@ def rollout(args, key):
     return key, jax.tree.map(jnp.sum, totals), steps
 
 
-COMPILER_OPTIONS = {  # on a CPU
-    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.5 times as fast
-}
-
-
 def spread(runs, all_devices):
     """Return how many devices R runs need, and the runs, padded with copies of the last one.
 
@@ -218,8 +213,7 @@ def over_runs(function, args, num_devices):
     # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
     shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
     sharded = shard(jax.vmap(of_one_run), in_specs=jax.P("runs"), out_specs=jax.P("runs"))
-    on_cpu = jax.default_backend() == "cpu"
-    return jax.jit(sharded, compiler_options=COMPILER_OPTIONS if on_cpu else None)
+    return jax.jit(sharded)
 
 
 def gather(tree, length):
