@@ -26,17 +26,22 @@ USER_ENV = os.environ | {"PYTHONUNBUFFERED": ""}
 
 # Three log intervals; learners make 15 runs. Sizes differ: what is confused with another shows.
 SWEEP = "--num-seeds 3 --gamma 0 0.125 0.5 0.75 1"
-STEPS = f"--total-timesteps 9023 --log-interval 3007 {SWEEP}"
-TD = f"--num-envs 4 --num-centers 30 --eval-episodes 7 {STEPS}"
+TD = (
+    "--num-envs 4 --num-centers 30 --eval-episodes 7 --total-timesteps 70 --log-interval 22 "
+    + SWEEP
+)
 FLAGS = {
     "parallel_td.py": TD,
     "replay_td.py": f"{TD} --buffer-size 50",
     "epsilon_decay_td.py": f"{TD} --buffer-size 50",
-    "gridworld_qlearning.py": f"--grid-size 2 3 {STEPS}",
+    "gridworld_qlearning.py": f"--total-timesteps 8600 --log-interval 2900 --grid-size 2 3 {SWEEP}",
     "mountaincar_env.py": "--num-envs 3 --num-episodes 7 --log-interval 3",
     "reinforce_parallel.py": "--num-envs 2 --hidden-size 6 --eval-episodes 7"
     f" --num-iterations 11 --log-interval 4 {SWEEP}",
 }
+FILES = dict.fromkeys(SCRIPTS, "--save x.npz --plot x.png")
+FILES |= {"mountaincar_env.py": "--save x.npz"}
+FILES["reinforce_parallel.py"] += " --gif x.gif"
 
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
@@ -66,12 +71,8 @@ def started(request, tmp_path_factory):
     waiting = [item for item in request.session.items if "started" in item.fixturenames]
     processes = {}
     for script in {item.callspec.params["script"] for item in waiting}:
-        flags, folder = f"{FLAGS[script]} --save run.npz", tmp_path_factory.mktemp("run")
-        if script != "mountaincar_env.py":
-            flags += " --plot curve.png"
-        if script == "reinforce_parallel.py":
-            flags += " --gif episode.gif"
-        processes[script] = folder, start(folder, script, flags)
+        folder = tmp_path_factory.mktemp("run")
+        processes[script] = folder, start(folder, script, f"{FLAGS[script]} {FILES[script]}")
     return processes
 
 

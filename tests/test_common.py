@@ -7,17 +7,26 @@ import sys
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from conftest import FLAGS, SCRIPTS, TRIO
+from conftest import FILES, FLAGS, SCRIPTS, TRIO
 from matplotlib.colors import to_rgba
 
 LEARNERS = [script for script in SCRIPTS if script != "mountaincar_env.py"]
+TD_LINE = "step {step}  return {returns:.1f}  td_error {td_error:.3f}  q_value {q_value:.2f}"
+LINES = {  # steps that progress lines name, and what follows
+    "parallel_td": (["32", "64", "96"], TD_LINE),
+    **dict.fromkeys(["replay_td", "epsilon_decay_td"], (["24", "48", "72"], TD_LINE)),
+    "gridworld_qlearning": (
+        ["3,000", "6,000", "9,000"],
+        "step {step}  steps per episode {steps_per_episode:.1f}  return {returns:.2f}",
+    ),
+    "reinforce_parallel": (["4", "8", "12"], "iteration {step}  return {returns:.1f}"),
+}
 equal = np.testing.assert_array_equal
 
 
@@ -37,144 +46,68 @@ def each(names):
 
 @pytest.fixture
 def seconds(script, monkeypatch):
-    """Seconds that each run of a program took, by its function. Only they move the script's clock.
+    """Seconds of each run of a program, by its function: 1, 2, 4, ... and of compiling: 1, 1, ...
 
-    Compiling and printing take time, too. What is done takes 1 s at first, then 2 s, then 4 s.
+    Nothing else moves the script's clock.
     """
     spent, over_runs = defaultdict(list), script.over_runs
 
-    def take(name):
-        spent[name].append(2 ** len(spent[name]))
-
     def watched(function, args, num_devices):
-        program = over_runs(function, args, num_devices)
+        program, taken = over_runs(function, args, num_devices), spent[function.__name__]
 
         def run(*arrays):
-            take(function.__name__)
+            taken.append(2 ** len(taken))
             return program(*arrays)
 
-        run.lower = lambda *_: SimpleNamespace(compile=lambda: take("compile") or run)
-        return run
+        def compiled():
+            spent["compile"].append(1)
+            return run
 
-    def show(*words, **options):
-        take("print")
-        print(*words, **options)
+        run.lower = lambda *_: SimpleNamespace(compile=compiled)
+        return run
 
     clock = SimpleNamespace(perf_counter=lambda: sum(map(sum, spent.values())))
     monkeypatch.setattr(script, "over_runs", watched)
     monkeypatch.setattr(script, "time", clock)
-    monkeypatch.setattr(script, "print", show, raising=False)
     return spent
 
 
-class State(NamedTuple):
-    """State of a run of which everything is made up."""
-
-    key: jax.Array
-    line: int
-    params: dict
-    q_table: jax.Array
-
-
-@pytest.fixture
-def made_up(script, monkeypatch):
-    """Instead of what learners learn: numbers that are exact, and differ in each line and run.
-
-    The mean of an agent's table has each sign; the best action at the start differs between agents.
-    """
-
-    def number(args, line):
-        return 10.0 * line + args.seed + 8 * args.gamma
-
-    def state_at(line, args):
-        table = jnp.zeros((2, 3, 4)).at[[0, 0, 1], [1, 2, 0], [2, 3, 1]].set(1.0)
-        table = args.gamma * table.at[1, 2, args.seed - 2].set(3.0)
-        return State(jax.random.key(0), line, {"w": number(args, line)}, table * (line == 3))
-
-    def init_state(args):
-        return state_at(jnp.array(0), args)
-
-    def train_interval(args, state):
-        line = state.line + 1
-        learned = number(args, line)
-        if script.__name__ == "reinforce_parallel":
-            metrics = {"returns": learned, "timesteps": 1000 * line + args.seed}
-        else:  # no episode ends at first, then some of the run with the first seed
-            ended = jnp.where(line >= args.seed, learned, jnp.nan)
-            metrics = {"returns": ended, "steps_per_episode": ended + 1}
-            metrics |= {"td_error": learned / 100, "q_value": -learned / 10}
-        return state_at(line, args), metrics
-
-    def evaluate(args, state):
-        learned = number(args, state.line)
-        if script.__name__ == "gridworld_qlearning":
-            return jnp.where((args.gamma > 0) & (args.seed != 3), learned, jnp.inf)
-        return learned + jnp.arange(7) - 3
-
-    if script.__name__ != "mountaincar_env":
-        for function in init_state, train_interval, evaluate:
-            monkeypatch.setattr(script, function.__name__, function)
-
-
-TD_LINES = """
-step 3,008  return nan  td_error 0.168  q_value -1.68  45,120 steps/s
-step 6,016  return 25.8  td_error 0.268  q_value -2.68  30,080 steps/s
-step 9,024  return 36.3  td_error 0.368  q_value -3.68  19,337 steps/s"""
-LINES = dict.fromkeys(["parallel_td", "replay_td", "epsilon_decay_td"], TD_LINES)
-LINES["gridworld_qlearning"] = """
-step 4,000  steps per episode nan  return nan  60,000 steps/s
-step 8,000  steps per episode 26.8  return 25.80  40,000 steps/s
-step 12,000  steps per episode 37.3  return 36.30  25,714 steps/s"""
-LINES["reinforce_parallel"] = """
-iteration 4  return 16.8  15,045 steps/s
-iteration 8  return 26.8  15,030 steps/s
-iteration 12  return 36.8  12,876 steps/s"""
-TABLE = """
-gamma {0}  mean of the agents' tables
-. 0.000  < {0:.3f}  ^ {0:.3f}
-v {0:.3f}  . 0.000  > {0:.3f}"""
-
-
 @each(LEARNERS)
-def test_a_sweep_is_printed_drawn_and_saved(script, seconds, made_up, capsys, monkeypatch):
-    """Of 15 runs on two devices, the last has a copy. The grid world shows four of five tables."""
+def test_a_sweep_is_printed_drawn_and_saved(script, seconds, capsys, monkeypatch):
+    """What is printed and drawn is what main returns. Of 15 runs on two devices, one has a copy."""
     drawn, grid, gammas = [], script.__name__ == "gridworld_qlearning", [0, 0.125, 0.5, 0.75, 1]
     monkeypatch.setattr(script, "plot", lambda *call: drawn.extend(call))
     monkeypatch.setattr(script, "animate", None, raising=False)  # without --gif, it is not called
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    results = script.main([*script.flags, *"--seed 2 --save x.npz --plot x.png".split()])
-
-    compiling = sum(seconds["compile"] + seconds["init_state"])
-    text = "grid world" if grid else "CartPole-v1"
-    text += f", 15 runs on 2 x abacus\ncompiled in {compiling:.1f} s" + LINES[script.__name__]
-    if grid:
-        zero = TABLE.format(0).translate(str.maketrans("<^v>", "...."))
-        text += "".join([zero, *map(TABLE.format, gammas[1:4])])
-        text += "\nthe first 4 of 5 tables are shown"
-    for gamma in gammas:
-        text += f"\ngamma {gamma}  "
-        if grid:
-            reach = f"2 of 3 greedy agents reach the goal, in at most {34 + 8 * gamma:.0f} steps"
-            reach = reach if gamma else "0 of 3 greedy agents reach the goal"
-            text += f"value of the start {3 * gamma:.5f}  {reach}"
-        else:
-            text += f"greedy return {33 + 8 * gamma:.1f}  worst run {32 + 8 * gamma:.1f}"
-    assert capsys.readouterr().out == text + "\n"
-
+    results = script.main([*script.flags, *"--save x.npz --plot x.png".split()])
     np.testing.assert_equal(dict(np.load("x.npz")), results)
-    times = results["compile_seconds"], results["train_seconds"], results["interrupted"]
-    assert times == (compiling, sum(seconds["train_interval"]), False)
     assert json.loads(results["args"])["swept"]["gamma"] == gammas
-    equal(results["gamma"], np.repeat(gammas, 3))
-    equal(results["seed"], [2, 3, 4] * 5)
-    learned = [[10], [20], [30]] + results["seed"] + 8 * results["gamma"]  # (K, R)
-    if script.__name__ != "reinforce_parallel":
-        learned[[[1], [2], [3]] < results["seed"]] = np.nan
-    equal(results["returns"], learned)
-    labels, curve = [f"gamma {gamma}" for gamma in gammas], [results["timesteps"], learned]
-    if grid:
-        labels.pop()
-        curve = [[table.mean(axis=0) for table in np.split(results["q_table"], 5)][:4]]
+    times = results["compile_seconds"], results["train_seconds"], results["interrupted"]
+    compiling = sum(seconds["compile"] + seconds["init_state"])
+    assert times == (compiling, 7, False)
+
+    text = f"{'grid world' if grid else 'CartPole-v1'}, 15 runs on 2 x abacus\n"
+    text += f"compiled in {compiling:.1f} s\n"
+    all_steps = np.broadcast_to(results["timesteps"].T, (15, 3)).sum(axis=0)
+    steps, line = LINES[script.__name__]
+    for i, step in enumerate(steps):
+        # Rounded in the same way, so that no digit may differ.
+        names = {"returns", "td_error", "q_value", "steps_per_episode"} & results.keys()
+        means = {name: jnp.nanmean(results[name][i]) for name in names}
+        text += line.format(step=step, **means) + f"  {all_steps[i] / [1, 3, 7][i]:,.0f} steps/s\n"
+    labels = [f"gamma {gamma}" for gamma in gammas]
+    curve = [results["timesteps"], results["returns"]]
+    if grid:  # of its tables, four are shown
+        labels, curve = (
+            labels[:4],
+            [list(results["q_table"].reshape(5, 3, 2, 3, 4).mean(axis=1)[:4])],
+        )
+    else:
+        for label, returns in zip(labels, results["greedy_return"].reshape(5, 3, 7), strict=True):
+            means = returns.mean(axis=1)
+            text += f"{label}  greedy return {means.mean():.1f}  worst run {means.min():.1f}\n"
+    printed = capsys.readouterr().out
+    assert printed.startswith(text) if grid else printed == text
     np.testing.assert_equal(drawn, ["x.png", labels, *curve])
 
 
@@ -192,7 +125,7 @@ def press_ctrl_c(interval, script, seconds, monkeypatch):
 
 
 @each(SCRIPTS)
-def test_ctrl_c_keeps_what_the_last_line_shows(script, seconds, made_up, capsys, monkeypatch):
+def test_ctrl_c_keeps_what_the_last_line_shows(script, seconds, capsys, monkeypatch):
     """In the third interval: what is saved is what a run of only the first two returns."""
     two = script.parse_args([*script.flags, "--save", "two.npz"])
     two.num_intervals = 2
@@ -206,14 +139,14 @@ def test_ctrl_c_keeps_what_the_last_line_shows(script, seconds, made_up, capsys,
     saved = np.load("x.npz")
     assert results["interrupted"] and saved["interrupted"] and not complete.pop("interrupted")
     assert len(saved["timesteps"]) == 2 and {*saved.files} > complete.keys()
-    for name in complete.keys() - {"args"}:  # the seconds, too
+    for name in complete.keys() - {"args"}:
         equal(saved[name], complete[name], err_msg=name)
 
 
 @each(SCRIPTS)
 @pytest.mark.parametrize(("interval", "flags"), [(1, []), (2, ["--distributed"])])
-def test_ctrl_c_before_the_first_line_or_in_a_job_is_an_error(
-    interval, flags, script, seconds, made_up, monkeypatch
+def test_ctrl_c_before_a_line_or_in_a_job_is_an_error(
+    interval, flags, script, seconds, monkeypatch
 ):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     press_ctrl_c(interval, script, seconds, monkeypatch)
@@ -222,13 +155,11 @@ def test_ctrl_c_before_the_first_line_or_in_a_job_is_an_error(
 
 
 @each(SCRIPTS)
-def test_process_1_neither_prints_nor_writes(script, made_up, tmp_path, capsys, monkeypatch):
+def test_process_1_neither_prints_nor_writes(script, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # is restored at the end
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    files = {"save": "x.npz", "plot": "x.png", "gif": "x.gif"}
-    known = [name for name in files if name in vars(script.parse_args([]))]
-    flags = [word for name in known for word in (f"--{name}", files[name])]
-    assert len(script.main([*script.flags, *flags])["timesteps"]) == 3
+    files = FILES[f"{script.__name__}.py"].split()
+    assert len(script.main([*script.flags, *files])["timesteps"]) == 3
     assert not any(tmp_path.iterdir()) and capsys.readouterr().out == ""
 
 
@@ -269,7 +200,7 @@ def test_runs_are_spread_over_no_more_devices_than_needed(script, monkeypatch):
         assert num_devices == used
 
 
-@each([*TRIO, "reinforce_parallel.py"])
+@each([*TRIO, "mountaincar_env.py", "reinforce_parallel.py"])
 def test_compiler_options_are_for_cpus(script, monkeypatch):
     """Where they are used, a wrong one is an error."""
     monkeypatch.setattr(script, "COMPILER_OPTIONS", {"no_such_option": 1})

@@ -21,19 +21,21 @@ LEARNED_FROM = [[PARALLEL], [REPLAY, DECAY], [GRID], [REINFORCE]]
 DIFFERS = {
     "TrainState": LEARNED_FROM,
     "init_state": [[PARALLEL], [REPLAY, DECAY], [GRID], [CAR], [REINFORCE]],
+    "Step": [[CAR], [REINFORCE]],  # what is kept of a step
+    "play": [[CAR], [REINFORCE]],
     "train_step": LEARNED_FROM,
     "train_interval": [TRIO, [GRID], [REINFORCE]],  # what is averaged
     "td_target": [[PARALLEL], [REPLAY, DECAY]],  # the target's weights
     "vector_step": [[PARALLEL, REPLAY], [DECAY]],  # how often actions are random
     "evaluate": [TRIO, [GRID], [REINFORCE]],  # what is greedy
-    "over_runs": [[*TRIO, REINFORCE], [GRID], [CAR]],  # one after the other on a CPU; no options
+    "over_runs": [[*TRIO, CAR, REINFORCE], [GRID]],  # one after the other on a CPU
     "plot": [TRIO, [GRID], [REINFORCE]],  # runs of REINFORCE differ in their steps
 }
 
 # What differs between flags of one name, apart from their help.
 FLAGS_DIFFER = {
     "choices": "--env-id",  # REINFORCE takes all of gymnax's environments
-    "type": "--log-interval --num-envs --total-timesteps",  # other units, other ranges
+    "type": "--log-interval --num-envs",  # other units, other ranges
     "default": "--log-interval --num-envs --total-timesteps"  # in those units
     " --batch-size --epsilon --gamma --learning-rate",  # one for each algorithm
 }

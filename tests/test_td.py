@@ -18,8 +18,6 @@ import parallel_td
 import replay_td
 
 equal, close = np.testing.assert_array_equal, np.testing.assert_allclose
-SCALE = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
-SCALE["Acrobot-v1"] = [1, 1, 1, 1, 6, 12]
 
 
 @pytest.fixture(scope="module", params=["parallel_td", "replay_td", "epsilon_decay_td"])
@@ -152,7 +150,8 @@ def curves(poles, means, num_lines):
 def compare(td, flags, learn, monkeypatch):
     """A sweep of every flag. Its first and its last run, and two between, are replayed.
 
-    td_loss returns one more metric: it is saved under its name.
+    td_loss returns one more metric: it is saved under its name. Here, rounding makes 3e-5 of a
+    difference; 1e-3 leaves room for other compilers. Greedy actions are better than others by 5e-3.
     """
     first_state, loss = td.init_state, td.td_loss
 
@@ -180,8 +179,8 @@ def compare(td, flags, learn, monkeypatch):
     for i in 0, middle, len(runs) - 1 - middle, len(runs) - 1:
         poles, weights, lines = learn(SimpleNamespace(**runs[i]))
         for name, curve in lines.items():
-            close(results[name][:, i], curve, rtol=2e-3, atol=1e-5, err_msg=f"{name} of run {i}")
-        close(results["weights"][i], weights, rtol=1e-3, atol=1e-3, err_msg=f"run {i}")
+            close(results[name][:, i], curve, rtol=1e-3, err_msg=f"{name} of run {i}")
+        close(results["weights"][i], weights, atol=1e-3, err_msg=f"run {i}")
         close(results["centers"][i], poles.centers, rtol=1e-6)
         equal(results["obs_scale"][i], MOON_SCALE)
         equal(results["greedy_return"][i], poles.greedy_returns(weights))
@@ -215,43 +214,31 @@ def test_epsilon_decay_td_learns_like_an_independent_replay(monkeypatch):
     compare(epsilon_decay_td, f"{SIZES} {RING} {decay}", learn, monkeypatch)
 
 
-def test_epsilon_decays_to_its_lower_end():
-    args = SimpleNamespace(start_e=1.0, end_e=0.1, epsilon_decay=0.5)
-    rates = [epsilon_decay_td.exploration_rate(args, t) for t in range(6)]
-    close(rates, [1, 0.5, 0.25, 0.125, 0.1, 0.1])
-
-
 @pytest.mark.parametrize("terminated", [False, True])
-def test_values_target_error_and_loss_of_one_transition(td, terminated):
-    """On MountainCar-v0, with a target of other weights than those of the value."""
+def test_target_and_loss_of_transitions_by_hand(td, terminated):
+    """On MountainCar-v0, with a target of other parameters than those of the value."""
     rng, run = np.random.default_rng(0), SimpleNamespace(env_id="MountainCar-v0", sigma=0.5)
-    params, target_params = (
-        {"weights": rng.normal(size=(3, 7)), "centers": rng.uniform(-1, 1, size=(2, 7))}
-        for _ in range(2)
-    )
-    row = td.Transition(np.array([-0.5, 0.03]), 2, -1.0, np.array([0.4, -0.02]), terminated)
+    weights, centers = rng.normal(size=(2, 3, 7)), rng.uniform(-1, 1, size=(2, 2, 7))
+    params, others = ({"centers": centers[i], "weights": weights[i]} for i in range(2))
+    row = td.Transition(np.array([-0.5, 0.03]), 2, -1.5, np.array([0.4, -0.02]), terminated)
 
-    def q(params, position, velocity):
-        x, v = params["centers"]
-        distance = (position / 1.2 - x) ** 2 + (velocity / 0.07 - v) ** 2
-        return params["weights"] @ np.exp(-2 * distance)  # 2 = 1 / (2 sigma^2)
+    def q(i, position, velocity):
+        x, v = position / 1.2 - centers[i, 0], velocity / 0.07 - centers[i, 1]
+        return weights[i] @ np.exp(-2 * (x**2 + v**2))  # 2 = 1 / (2 sigma^2)
 
-    close(td.q_values(run, params, row.obs), q(params, -0.5, 0.03), rtol=1e-5)
     run.gamma = 0.9
-    target = -1 if terminated else -1 + 0.9 * max(q(target_params, 0.4, -0.02))
-    state = SimpleNamespace(params=params, target_params=target_params)
-    if td is parallel_td:  # it has no parameters for targets alone
-        state.params = target_params
-    close(td.td_target(run, state, row), target, rtol=1e-5)
-    value = q(params, -0.5, 0.03)[2]
-    close(td.td_error(run, params, row, 5.0), 5 - value, rtol=1e-5)
+    target = -1.5 if terminated else -1.5 + 0.9 * max(q(1, 0.4, -0.02))
+    learner = {"params": others} if td is parallel_td else {"target_params": others}
+    close(td.td_target(run, SimpleNamespace(**learner), row), target, rtol=1e-5)
+    errors = [5, 3] - q(0, -0.5, 0.03)[2]
     batch = jax.tree.map(lambda array: np.stack([array, array]), row)
     loss, _ = td.td_loss(params, run, batch, np.array([5.0, 3.0]))
-    close(loss, ((5 - value) ** 2 + (3 - value) ** 2) / 4, rtol=1e-5)
+    close(loss, sum(errors**2) / 4, rtol=1e-5)
 
 
 def test_scales_of_observations(td):
-    assert td.OBS_SCALE == SCALE
+    scale = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
+    assert td.OBS_SCALE == scale | {"Acrobot-v1": [1, 1, 1, 1, 6, 12]}
 
 
 def test_learns(td, capsys):
