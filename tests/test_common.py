@@ -200,7 +200,7 @@ def test_runs_are_spread_over_no_more_devices_than_needed(script, monkeypatch):
         assert num_devices == used
 
 
-@each([*TRIO, "mountaincar_env.py", "reinforce_parallel.py"])
+@each([*TRIO, "reinforce_parallel.py"])
 def test_compiler_options_are_for_cpus(script, monkeypatch):
     """Where they are used, a wrong one is an error."""
     monkeypatch.setattr(script, "COMPILER_OPTIONS", {"no_such_option": 1})
