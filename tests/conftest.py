@@ -7,7 +7,6 @@ keys. This is meant. Runs that draw different numbers can only be compared in th
 few faults. Who changes how a script draws changes its replay, too.
 """
 
-import gc
 import os
 import shutil
 import sys
@@ -53,7 +52,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-gc.set_threshold(50_000)  # compiling makes many objects: 5 % less time
 
 
 def start(folder, script, flags, **env):

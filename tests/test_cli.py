@@ -8,8 +8,6 @@ import pytest
 from conftest import SCRIPTS
 from test_consistency import flags
 
-import reinforce_parallel
-
 NOT_A_NUMBER = ["x", "nan", "inf", "-inf", "1e400", "0x10"]
 COUNT = (["1", "1e3"], [*NOT_A_NUMBER, "0", "-1", "0.5", "1e13"])
 FRACTION = (["0", "1", "0.1 0.2 0.3"], [*NOT_A_NUMBER, "-0.1", "1.1", "0.1 x", "0.1 nan 0.2"])
@@ -81,22 +79,7 @@ def test_values_are_taken_or_refused_by_name(script, capsys, tmp_path, monkeypat
             assert re.search(ALLOWED, error), f"{script} {flag} {value}: {error}"
             assert flag in error or f" {words[-1]}" in f" {error}"
     assert {*tmp_path.iterdir()} == files
-    if script == "reinforce_parallel.py":  # a baseline from other episodes
+    if script == "reinforce_parallel.py":  # the baseline is a mean of several episodes
         assert "int in [2, " in refusal(script, ["--num-envs", "1"], capsys)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_the_defaults(script, capsys):
-    with pytest.raises(SystemExit):
-        importlib.import_module(script[:-3]).parse_args(["--help"])
-    assert capsys.readouterr().out.split().count("(default:") == len(flags(script))
-
-
-def test_gif_is_refused_where_gymnax_has_no_picture(capsys):
-    flags, env_ids = ["--gif", "x.gif", "--env-id"], reinforce_parallel.WITH_PICTURES
-    for env_id in [*env_ids, "FrozenLake-misc", "Reacher-misc"]:
-        error = refusal("reinforce_parallel.py", [*flags, env_id], capsys)
-        expected = f"--gif: gymnax has no picture of {env_id}\n"
-        assert error == ("" if env_id in env_ids else expected)
-    assert len(env_ids) == 15
-    assert refusal("reinforce_parallel.py", ["--env-id", "Reacher-misc"], capsys) == ""
+        no_picture = refusal(script, "--gif x.gif --env-id Reacher-misc".split(), capsys)
+        assert no_picture == "--gif: gymnax has no picture of Reacher-misc\n"

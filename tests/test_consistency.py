@@ -7,8 +7,6 @@ import re
 import sys
 import tomllib
 
-import jax
-import jax.numpy as jnp
 import pytest
 from conftest import ROOT, SCRIPTS, TRIO
 
@@ -95,10 +93,3 @@ def test_imports_no_other_script_and_declares_what_it_imports_as_requirements_do
     if "gymnax" in wanted:  # with it come flax and matplotlib; requirements.txt says why six
         wanted = wanted - {"matplotlib"} | {"six"}
     assert {re.match("[a-z]+", pin)[0] for pin in block} == wanted
-
-
-def test_jax_issue_39103():
-    """A compiler bug of jax 0.10.2 that must be absent."""
-    rows = jnp.stack((jnp.arange(32_769.0), jnp.zeros(32_769), jnp.zeros(32_769)), axis=1)
-    last = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(rows)[-1]
-    assert last == 32_768.0**2, "jax issue 39103: this one miscompiles on a CPU, use the pinned one"

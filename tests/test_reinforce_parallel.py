@@ -229,8 +229,3 @@ def test_learning_is_that_of_an_independent_replay(sync, monkeypatch):
         jax.tree.map(partial(close, atol=2e-3), learned, params)  # Adam scales rounding errors up
         greedy = play_by_hand(params, jax.random.split(key, 3), greedy=True).reward
         close(results["greedy_return"][i], greedy.sum(axis=1))
-
-
-def test_learns(capsys):
-    assert rp.main("--seed 6 --log-interval 1e6".split())["greedy_return"].mean() >= 475
-    assert capsys.readouterr().out.startswith("CartPole-v1, 1 run on 1 x ")

@@ -1,6 +1,5 @@
 """The three linear learners: replayed step by step in NumPy, and played in Gymnasium."""
 
-import importlib
 import itertools
 from functools import cache, partial
 from types import SimpleNamespace
@@ -18,11 +17,6 @@ import parallel_td
 import replay_td
 
 equal, close = np.testing.assert_array_equal, np.testing.assert_allclose
-
-
-@pytest.fixture(scope="module", params=["parallel_td", "replay_td", "epsilon_decay_td"])
-def td(request):
-    return importlib.import_module(request.param)
 
 
 class Moon(gymnax.environments.CartPole):
@@ -214,36 +208,7 @@ def test_epsilon_decay_td_learns_like_an_independent_replay(monkeypatch):
     compare(epsilon_decay_td, f"{SIZES} {RING} {decay}", learn, monkeypatch)
 
 
-@pytest.mark.parametrize("terminated", [False, True])
-def test_target_and_loss_of_transitions_by_hand(td, terminated):
-    """On MountainCar-v0, with a target of other parameters than those of the value."""
-    rng, run = np.random.default_rng(0), SimpleNamespace(env_id="MountainCar-v0", sigma=0.5)
-    weights, centers = rng.normal(size=(2, 3, 7)), rng.uniform(-1, 1, size=(2, 2, 7))
-    params, others = ({"centers": centers[i], "weights": weights[i]} for i in range(2))
-    row = td.Transition(np.array([-0.5, 0.03]), 2, -1.5, np.array([0.4, -0.02]), terminated)
-
-    def q(i, position, velocity):
-        x, v = position / 1.2 - centers[i, 0], velocity / 0.07 - centers[i, 1]
-        return weights[i] @ np.exp(-2 * (x**2 + v**2))  # 2 = 1 / (2 sigma^2)
-
-    run.gamma = 0.9
-    target = -1.5 if terminated else -1.5 + 0.9 * max(q(1, 0.4, -0.02))
-    learner = {"params": others} if td is parallel_td else {"target_params": others}
-    close(td.td_target(run, SimpleNamespace(**learner), row), target, rtol=1e-5)
-    errors = [5, 3] - q(0, -0.5, 0.03)[2]
-    batch = jax.tree.map(lambda array: np.stack([array, array]), row)
-    loss, _ = td.td_loss(params, run, batch, np.array([5.0, 3.0]))
-    close(loss, sum(errors**2) / 4, rtol=1e-5)
-
-
+@pytest.mark.parametrize("td", [parallel_td, replay_td, epsilon_decay_td])
 def test_scales_of_observations(td):
     scale = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
     assert td.OBS_SCALE == scale | {"Acrobot-v1": [1, 1, 1, 1, 6, 12]}
-
-
-def test_learns(td, capsys):
-    """The default run, with a seed of its own, in a single line."""
-    greedy = td.main("--seed 2 --log-interval 1e6".split())["greedy_return"].mean()
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert greedy >= 475 and first.startswith("CartPole-v1, 1 run on 1 x ")
-    assert last == f"greedy return {greedy:.1f}  worst run {greedy:.1f}"
