@@ -97,10 +97,8 @@ def test_a_sweep_is_printed_drawn_and_saved(script, seconds, capsys, monkeypatch
     labels = [f"gamma {gamma}" for gamma in gammas]
     curve = [results["timesteps"], results["returns"]]
     if grid:  # of its tables, four are shown
-        labels, curve = (
-            labels[:4],
-            [list(results["q_table"].reshape(5, 3, 2, 3, 4).mean(axis=1)[:4])],
-        )
+        del labels[4:]
+        curve = [list(results["q_table"].reshape(5, 3, 2, 3, 4).mean(axis=1)[:4])]
     else:
         for label, returns in zip(labels, results["greedy_return"].reshape(5, 3, 7), strict=True):
             means = returns.mean(axis=1)
@@ -144,9 +142,7 @@ def test_ctrl_c_keeps_what_the_last_line_shows(script, seconds, capsys, monkeypa
 
 @each(SCRIPTS)
 @pytest.mark.parametrize(("interval", "flags"), [(1, []), (2, ["--distributed"])])
-def test_ctrl_c_before_a_line_or_in_a_job_is_an_error(
-    interval, flags, script, seconds, monkeypatch
-):
+def test_ctrl_c_before_a_line_or_in_a_job_fails(interval, flags, script, seconds, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     press_ctrl_c(interval, script, seconds, monkeypatch)
     with pytest.raises(KeyboardInterrupt):

@@ -50,10 +50,9 @@ def test_a_network_learns_is_swept_saved_and_acts_in_numpy(tmp_path):
     results = changed("replay_td.py", NETWORK).main([*flags.split(), "--save", str(file)])
     saved = dict(np.load(file))
     assert results["greedy_return"][1].mean() > 200 and "centers" not in saved
-    params = [saved[name][1] for name in ("w0", "b0", "w1", "b1")]
+    w0, b0, w1, b1 = (saved[name][1] for name in ("w0", "b0", "w1", "b1"))
 
     def act(obs):
-        w0, b0, w1, b1 = params
         return np.argmax(np.maximum(obs / saved["obs_scale"][1] @ w0 + b0, 0) @ w1 + b1)
 
     assert steps_in_gymnasium(act) > 200
@@ -93,8 +92,7 @@ def test_an_environment_of_ones_own_goes_into_the_learner(capsys, monkeypatch):
     """Shortened from 500,000 steps; tests/benchmark.py runs the same flags on MountainCar-v0."""
     monkeypatch.setattr(replay_td, "OBS_SCALE", dict(replay_td.OBS_SCALE))
     assert OWN_CAR.count("500000") == OWN_CAR.count("1000 ") == 1
-    scope = {}
-    exec(OWN_CAR.replace("500000", "3200").replace("1000 ", "10 "), scope)
+    exec(OWN_CAR.replace("500000", "3200").replace("1000 ", "10 "), scope := {})
     gymnax.registered_envs.remove("OwnCar-v0")  # other tests go through this list
     out = capsys.readouterr().out
     greedy_return = scope["results"]["greedy_return"]

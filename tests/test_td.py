@@ -9,7 +9,6 @@ import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from conftest import adam
 
 import epsilon_decay_td
@@ -148,6 +147,8 @@ def compare(td, flags, learn, monkeypatch):
     difference; 1e-3 leaves room for other compilers. Greedy actions are better than others by 5e-3.
     """
     first_state, loss = td.init_state, td.td_loss
+    scale = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
+    assert td.OBS_SCALE == scale | {"Acrobot-v1": [1, 1, 1, 1, 6, 12]}
 
     def init_state(args):
         # From 0, all actions would have the same value after one step of Adam.
@@ -206,9 +207,3 @@ def test_epsilon_decay_td_learns_like_an_independent_replay(monkeypatch):
 
     decay = "--start-e 0.9 0.7 --end-e 0.5 0.2 --epsilon-decay 0.95 0.8"
     compare(epsilon_decay_td, f"{SIZES} {RING} {decay}", learn, monkeypatch)
-
-
-@pytest.mark.parametrize("td", [parallel_td, replay_td, epsilon_decay_td])
-def test_scales_of_observations(td):
-    scale = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
-    assert td.OBS_SCALE == scale | {"Acrobot-v1": [1, 1, 1, 1, 6, 12]}
