@@ -55,11 +55,14 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 
 def start(folder, script, flags, **env):
-    """Start a copy of a script in a folder of its own, as a user would."""
+    """Start a copy of a script in a folder of its own, as a user would.
+
+    `nice`: processes that run beside other tests only take the time that these leave.
+    """
     if not (folder / script).exists():  # another process may be reading it
         shutil.copy(ROOT / script, folder)
     env = USER_ENV | {name: str(value) for name, value in env.items()}
-    command = [sys.executable, script, *flags.split()]
+    command = ["nice", sys.executable, script, *flags.split()]
     return Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=PIPE, text=True)
 
 
