@@ -63,9 +63,9 @@ OBS_SCALE = {
     "MountainCar-v0": [1.2, 0.07],  # length: the left wall; length/step: the top speed
 }
 
-# These flags take several values; every combination is run. In a function of one run, args has that
-# run's own values, which are traced: good for arithmetic, not for shapes or loops. Elsewhere, args
-# does not have them: args.swept has the lists.
+# These flags take several values; every combination is run. In a function of one run, args.gamma is
+# that run's own value. It is traced: good for arithmetic, not for shapes or loops. Elsewhere,
+# args.gamma does not exist; args.swept["gamma"] has all values.
 SWEPT = "learning_rate", "gamma", "start_e", "end_e", "epsilon_decay", "sigma", "tau"
 
 

@@ -52,9 +52,9 @@ MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left
 SIGNS = np.array([">", "v", "<", "^"])  # (A,) how a move is printed
 BLOCK = 1000  # steps whose random numbers are drawn at once
 
-# These flags take several values; every combination is run. In a function of one run, args has that
-# run's own values, which are traced: good for arithmetic, not for shapes or loops. Elsewhere, args
-# does not have them: args.swept has the lists.
+# These flags take several values; every combination is run. In a function of one run, args.gamma is
+# that run's own value. It is traced: good for arithmetic, not for shapes or loops. Elsewhere,
+# args.gamma does not exist; args.swept["gamma"] has all values.
 SWEPT = "learning_rate", "gamma", "epsilon"
 
 

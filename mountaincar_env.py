@@ -79,10 +79,10 @@ def cosine(x):
 class MountainCar(environment.Environment):
     """A gymnax environment.
 
-    A class needs name, num_actions, default_params (without it, gymnax's time limit is 1 step),
-    step_env, reset_env, is_terminated and the two spaces. A continuous action arrives with the
-    shape of its space. `play` below calls step_env. Learners call `step` of the base class: it
-    applies the time limit and resets an episode that ended.
+    A class needs num_actions, default_params (without it, gymnax's time limit is 1 step), step_env,
+    reset_env and the two spaces; gymnax's own have name and is_terminated, too. A continuous action
+    arrives with the shape of its space. `play` below calls step_env. Learners call `step` of the
+    base class: it applies the time limit and resets an episode that ended.
     """
 
     name = "MountainCar-v0"
@@ -127,7 +127,8 @@ class MountainCar(environment.Environment):
         return spaces.Box(low, high, (2,))
 
 
-ENV, PARAMS = MountainCar(), EnvParams()
+ENV = MountainCar()
+PARAMS = ENV.default_params
 
 
 class Step(NamedTuple):
@@ -142,10 +143,10 @@ class Step(NamedTuple):
 
 
 def choose_action(args, obs, uniform):
-    """Choose an action, of the shape of its space. A number in [0, 1) makes it random."""
+    """Choose an action, of the shape of its space. If random, it depends on a number in [0, 1)."""
     if args.policy == "rocking":
         return jnp.where(obs[1] < 0, 0, 2)
-    return (3 * uniform).astype(int)
+    return (ENV.num_actions * uniform).astype(int)
 
 
 def play(args, key):
@@ -271,7 +272,7 @@ def parse_args(argv=None):
     args.interval_episodes = math.ceil(args.num_episodes / args.num_intervals)
     num_steps = PARAMS.max_steps_in_episode * args.num_intervals * args.interval_episodes
     if args.save and args.num_envs * num_steps > MAX_SAVED:
-        parser.error(f"--save writes at most {MAX_SAVED:g} steps: --num-episodes is too large")
+        parser.error(f"--save: at most {MAX_SAVED:g} steps; lower --num-envs or --num-episodes")
     return args
 
 

@@ -58,9 +58,9 @@ OBS_SCALE = {
     "MountainCar-v0": [1.2, 0.07],  # length: the left wall; length/step: the top speed
 }
 
-# These flags take several values; every combination is run. In a function of one run, args has that
-# run's own values, which are traced: good for arithmetic, not for shapes or loops. Elsewhere, args
-# does not have them: args.swept has the lists.
+# These flags take several values; every combination is run. In a function of one run, args.gamma is
+# that run's own value. It is traced: good for arithmetic, not for shapes or loops. Elsewhere,
+# args.gamma does not exist; args.swept["gamma"] has all values.
 SWEPT = "learning_rate", "gamma", "epsilon", "sigma"
 
 
@@ -304,7 +304,7 @@ def parse_args(argv=None):
     text = "environment steps per run, rounded up to equal log intervals"
     add("--total-timesteps", type=number(int, 1, 1e9), default=200_000, help=text)
     add("--num-envs", type=count, default=16, help="environments stepped in lockstep")
-    text = "transitions per update, rounded up to whole vector steps; 16 are one step"
+    text = "transitions per update, rounded up to whole vector steps of --num-envs"
     add("--batch-size", type=count, default=16, help=text)
     add("--learning-rate", type=unit, nargs="+", default=[0.06], help="initial value, falls to 0")
     add("--gamma", type=unit, nargs="+", default=[0.99], help="discount factor")

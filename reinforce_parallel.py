@@ -17,9 +17,9 @@ has ended counts as 0. Because the mean includes the episode's own return, the e
 factor. The factor gamma^t is left out, as is common: if gamma < 1, this is not the gradient of any
 objective (Nota & Thomas 2020). Returns stop at the time limit.
 
---sync truncation learns only from the steps before the shortest episode ends. This is biased: what
-follows does not count. Where every step has the same reward, as in CartPole-v1, all returns are
-then equal, all advantages are 0, and nothing is learned.
+--sync truncation learns only from the steps before the shortest episode ends. This is biased: later
+rewards do not count. Where every step has the same reward, as in CartPole-v1, all returns are then
+equal, all advantages are 0, and nothing is learned.
 
     python reinforce_parallel.py    # CartPole-v1
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --num-iterations 500 \
@@ -55,9 +55,9 @@ import numpy as np
 import optax
 from jax.experimental.multihost_utils import process_allgather
 
-# These flags take several values; every combination is run. In a function of one run, args has that
-# run's own values, which are traced: good for arithmetic, not for shapes or loops. Elsewhere, args
-# does not have them: args.swept has the lists.
+# These flags take several values; every combination is run. In a function of one run, args.gamma is
+# that run's own value. It is traced: good for arithmetic, not for shapes or loops. Elsewhere,
+# args.gamma does not exist; args.swept["gamma"] has all values.
 SWEPT = "learning_rate", "gamma"
 
 
@@ -181,7 +181,7 @@ def returns_to_go(args, rewards):
 def advantages(args, episodes):
     """Each return to go (N, T) minus the mean of all; 0 in the padding."""
     returns = jax.vmap(partial(returns_to_go, args))(episodes.mask * episodes.reward)
-    # So equal returns are exactly 0. Otherwise, Adam would turn rounding errors into full steps.
+    # If all are equal, this gives exact zeros. Adam would turn rounding errors into full steps.
     relative = returns - returns[0]
     return episodes.mask * (relative - jnp.mean(relative, axis=0))
 

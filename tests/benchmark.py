@@ -40,10 +40,10 @@ FOLDER = Path(tempfile.mkdtemp())
 LEARNERS = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py", "reinforce_parallel.py"]
 TWENTY = "--num-seeds 20"
 FRESH = "--num-seeds 400 --seed 95000"  # seeds on which no default was chosen
-CONSTANTS = "0.05", "0.1", "0.25"  # values of epsilon beside its decay
+CONSTANTS = "0.05", "0.1", "0.15", "0.2", "0.25"  # values of epsilon beside its decay
 SWEEP = {"--learning-rate": "0.02 0.2", "--sigma": "0.3 0.5"}  # README.md shows it
 
-# MountainCar-v0: the same search for the two scripts, three seeds of each setting.
+# MountainCar-v0: the same search for the two scripts, five seeds of each setting.
 HILL = "--env-id MountainCar-v0 --num-centers 1000 --total-timesteps 500000"
 HILL_VALUES = {
     "sigma": [0.07, 0.1, 0.15, 0.25],
@@ -55,6 +55,7 @@ HILL_VALUES = {
 # Flags of reinforce_parallel.py where its defaults do not learn or take too long.
 ENV_FLAGS = {
     "Pendulum-v1": "--num-envs 128 --num-iterations 500 --gamma 0.95 --num-seeds 20",
+    "Acrobot-v1": "--num-seeds 100",
     "MountainCarContinuous-v0": "--num-envs 64",
     "Asterix-MinAtar": "--num-envs 8 --num-iterations 50 --eval-episodes 20",
     "Breakout-MinAtar": "--num-envs 16 --num-iterations 300 --learning-rate 0.003 --gamma 0.9",
@@ -135,12 +136,16 @@ IN_EACH_STEP = [
     ("        key, uniform = draws\n", "        key, uniform = draws[0], uniform_of(draws[1])\n"),
     ("def play(", "uniform_of = jax.random.uniform\n\n\ndef play("),
 ]
+GYMNAX_CAR = [("ENV = MountainCar()\n", 'ENV = __import__("gymnax").make("MountainCar-v0")[0]\n')]
+LEVEL = '"xla_backend_optimization_level": 1', '"xla_backend_optimization_level": 3'
 AGENTS_AT_ONCE = [('if jax.default_backend() == "cpu":', "if 0:")]
 SPEED = [
     ("one product per action", "parallel_td.py", LONG, OLD, [ACTION_BY_ACTION]),
     ("one product per action", "parallel_td.py", TWENTY, OLD, [ACTION_BY_ACTION]),
     ("wide vectors", "parallel_td.py", LONG, OLD, [WIDE]),
     ("no jax 0.11 matrix library", "parallel_td.py", LONG, NEW, [LIBRARY]),
+    ("optimization level 1", "parallel_td.py", LONG, OLD, [LEVEL]),
+    ("optimization level 1", "reinforce_parallel.py", TWENTY, OLD, [LEVEL]),
     ("agents one by one", "gridworld_qlearning.py", TWENTY, OLD, AGENTS_AT_ONCE),
     ("loops as one function", "gridworld_qlearning.py", AGENTS, OLD, LOOPS),
     ("random numbers in blocks", "gridworld_qlearning.py", AGENTS, OLD, STEP_BY_STEP),
@@ -201,11 +206,10 @@ def speeds_in_turn(commands, rounds):
     return speeds
 
 
-def learned(saved, runs=slice(None)):
+def learned(saved):
     """Number of runs that passed, the worst, steps to the first line at 475, return at the end."""
-    greedy = saved["greedy_return"][runs].mean(axis=1)
-    returns = saved["returns"][:, runs]
-    timesteps = np.broadcast_to(saved["timesteps"].T, saved["returns"].T.shape).T[:, runs]
+    greedy, returns = saved["greedy_return"].mean(axis=1), saved["returns"]
+    timesteps = np.broadcast_to(saved["timesteps"].T, returns.T.shape).T
     firsts = np.where(returns >= 475, timesteps, np.inf).min(axis=0)
     first = "never" if np.isinf(np.median(firsts)) else f"{np.median(firsts) / 1e3:.0f}k"
     passed = f"{np.sum(greedy >= 475)} of {len(greedy)}"
@@ -225,15 +229,11 @@ def learning():
     """Measure 400 runs of each learner, and of replay_td.py with constant values of epsilon."""
     rows = []
     for script in LEARNERS:
-        name, flags = f"`{script}`", ""
-        if script == "replay_td.py":
-            flags = f"--epsilon {' '.join(CONSTANTS)}"
-        # Twenty runs at a time stay in the cache of a core: 1.7 times as fast as 200.
-        _, _, saved = run(script, f"{flags} {FRESH}", JAX_NUM_CPU_DEVICES="20")
-        settings = CONSTANTS if flags else [None]
-        for i, epsilon in enumerate(settings):
-            own = f"{name} `--epsilon {epsilon}`" if epsilon else name
-            rows.append([own, *learned(saved, slice(400 * i, 400 * i + 400))])
+        constants = CONSTANTS if script == "replay_td.py" else [None]
+        for epsilon in constants:
+            flags = f"--epsilon {epsilon}" if epsilon else ""
+            saved = run(script, f"{flags} {FRESH}", JAX_NUM_CPU_DEVICES="20")[2]
+            rows.append([f"`{script} {flags}`".replace(" `", "`"), *learned(saved)])
     return table(["script", *LEARNED], rows)
 
 
@@ -356,10 +356,11 @@ def roll_by_step(env, args):
 def cars():
     """Compare rollouts of 4,096 cars on the same devices with the same options, in turn."""
     args, theirs = car.parse_args([]), gymnax.make("MountainCar-v0")[0]
-    names = ["`mountaincar_env.py`", "without the Taylor series", "random numbers in each step"]
-    names += ["by `step` of its class", "by `step` of gymnax's class", "`--policy rocking`"]
+    names = ["`mountaincar_env.py`", "without the Taylor series", "gymnax's class in its place"]
+    names += ["random actions drawn in each step", "by `step` of its class"]
+    names += ["by `step` of gymnax's class", "`--policy rocking`"]
     speeds = [[] for _ in names]
-    copies = [changed("mountaincar_env.py", part) for part in (TAYLOR, IN_EACH_STEP)]
+    copies = [changed("mountaincar_env.py", part) for part in (TAYLOR, GYMNAX_CAR, IN_EACH_STEP)]
     for _ in range(3):
         own = [speed_of(run(script)[1]) for script in ["mountaincar_env.py", *copies]]
         own += [roll_by_step(env, args) for env in (car.ENV, theirs)]
@@ -379,9 +380,10 @@ def hill():
     scripts = "parallel_td.py", "replay_td.py"
     for script in scripts:
         flags = [f"--{name.replace('_', '-')} {words(own)}" for name, own in HILL_VALUES.items()]
-        saved = run(script, f"{HILL} {' '.join(flags)} --num-seeds 3")[2]
-        greedy = saved["greedy_return"].mean(axis=1).reshape(-1, 3).mean(axis=1)
-        settings = list(zip(*[saved[name][::3] for name in names], strict=True))
+        flags = f"{HILL} {' '.join(flags)} --num-seeds 5"
+        saved = run(script, flags, JAX_NUM_CPU_DEVICES="16")[2]
+        greedy = saved["greedy_return"].mean(axis=1).reshape(-1, 5).mean(axis=1)
+        settings = list(zip(*[saved[name][::5] for name in names], strict=True))
         found[script] = dict(zip(settings, greedy, strict=True))
         best[script] = settings[greedy.argmax()]
     columns = list(itertools.product(*list(HILL_VALUES.values())[2:]))
@@ -392,15 +394,19 @@ def hill():
     head = [f"{script.split('_')[0]} {g:g}, {e:g}" for script in scripts for g, e in columns]
     grid = table(["sigma, learning rate", *head], rows)
     rows = []
-    for setting, script in itertools.product(dict.fromkeys(best.values()), scripts):
+    commands = [
+        (script, setting, "its best" if setting == best[script] else "the other's best", "")
+        for setting, script in itertools.product(dict.fromkeys(best.values()), scripts)
+    ]
+    twice = "its best, twice the steps", " --total-timesteps 1000000"
+    commands.insert(1, ("parallel_td.py", best["parallel_td.py"], *twice))
+    for script, setting, mark, more in commands:
         own = zip(names, setting, strict=True)
-        flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in own)
-        saved = run(script, f"{HILL} {flags} {TWENTY} --seed 95000")[2]
-        greedy = saved["greedy_return"].mean(axis=1)
-        numbers = f"{greedy.mean():.1f}", f"{greedy.min():.1f}", f"{saved['train_seconds']:.0f}"
-        mark = "its best" if setting == best[script] else "the other's best"
-        rows.append([f"`{script} {flags}`", mark, *numbers])
-    return f"{grid}\n{table(['command', 'flags', 'mean', 'worst run', 'training, s'], rows)}"
+        flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in own) + more
+        greedy = run(script, f"{HILL} {flags} {TWENTY} --seed 95000")[2]["greedy_return"]
+        means = greedy.mean(axis=1)
+        rows.append([f"`{script} {flags}`", mark, f"{means.mean():.1f}", f"{means.min():.1f}"])
+    return f"{grid}\n{table(['command', 'flags', 'mean', 'worst run'], rows)}"
 
 
 def words(values):
@@ -500,9 +506,8 @@ def speed_claims(newest):
         command = f"`{script} {flags}`".replace(" `", "`") + " (newest jax)" * needs_newest
         numbers = f"{with_line:.2f}", f"{without:.2f}", f"{with_line / without:.2f}"
         rows.append([what, command, *numbers])
-    option = '"xla_backend_optimization_level": 1'
     for script, flags in COMPILING:
-        scripts = [script, changed(script, [(option, option.replace("1", "3"))])] * 2
+        scripts = [script, changed(script, [LEVEL])] * 2
         seconds = [float(run(one, flags)[2]["compile_seconds"]) for one in scripts]
         with_line, without = min(seconds[::2]), min(seconds[1::2])
         numbers = f"{with_line:.1f} s", f"{without:.1f} s", f"{without / with_line:.2f}"
@@ -513,7 +518,7 @@ def speed_claims(newest):
 
 def grid_world():
     """Compare what twenty agents learn with the exact value of the start."""
-    _, lines, saved = run("gridworld_qlearning.py", TWENTY)
+    _, lines, saved = run("gridworld_qlearning.py", f"{TWENTY} --seed 95000")
     exact = 0.9**17  # the shortest path from (7, 11) to (0, 0) has 18 steps
     error = np.abs(saved["q_table"][:, -1, -1].max(axis=-1) - exact).max()
     return f"""`{lines[-1]}`.
@@ -565,7 +570,8 @@ its greedy policy has a mean return of at least 475 over 100 new episodes. "Firs
 number of environment steps to the first progress line with a training return of at least 475, a
 median. "Return at the end" is the mean training return of the last three lines. A training return
 includes random actions. The rows of `replay_td.py` are what `epsilon_decay_td.py` competes with:
-constant rates of exploration. Its own default is 0.25.
+constant rates of exploration. Its own default is 0.25. These commands also had
+`JAX_NUM_CPU_DEVICES=20`: twenty runs at a time stay in the cache of a core, so they are faster.
 """
 TIMES = """
 Seconds of `python NAME.py`, the fastest of three commands, and what they consist of. Compiling
@@ -576,16 +582,19 @@ LOCKSTEP = """
 """
 CARS = """
 4,096 cars, random actions except in the last row, on the same devices; medians of three, in turn.
-Steps in the padding after an episode do not count.
+Steps in the padding after an episode do not count. In the rows "by `step`", random actions are
+drawn for a whole episode, as in the script.
 """
 HILLS = f"""
-The same search for both scripts: `{HILL}`, each combination of the values below, three seeds
-(0 to 2) each. The first table has the greedy mean return for each sigma and learning rate (rows),
+The same search for both scripts: `{HILL}`, each combination of the values below, five seeds
+(0 to 4) each. The first table has the greedy mean return for each sigma and learning rate (rows),
 gamma and epsilon (columns). Then the best setting of each runs in both scripts, on 20 other seeds.
-A mean return of -110 solves the task; random play has -200.
+A mean return of -110 solves the task; random play has -200. The search had
+`JAX_NUM_CPU_DEVICES=16`, which makes many runs faster. An update of `replay_td.py` takes twice
+as long (see "Where the time goes"), so `parallel_td.py` also gets twice the steps.
 """
 GRID = f"""
-The last line of `python gridworld_qlearning.py {TWENTY}`:
+The last line of `python gridworld_qlearning.py {TWENTY} --seed 95000`:
 """
 RECIPES = """
 Each recipe of README.md, applied to the script, beside the script itself ("none").
@@ -608,8 +617,8 @@ learned policy, undiscounted and without exploration, over all runs. Where the d
 not learn or take too long, the table has others.
 
 What is not learned, and why: MountainCar-v0, FrozenLake and Seaquest never or almost never reward
-random play. In MountainCarContinuous-v0, pushing costs, so a run may learn to stand still before it
-has reached the goal. MemoryChain, SimpleBandit and MetaMaze need a memory, which the policy lacks.
+random play. Asterix has long episodes, so a run here plays few of them. MemoryChain, SimpleBandit
+and MetaMaze need a memory, which the policy lacks.
 """
 
 
