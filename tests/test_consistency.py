@@ -26,7 +26,7 @@ DIFFERS = {
     "td_target": [[PARALLEL], [REPLAY, DECAY]],  # the target's weights
     "vector_step": [[PARALLEL, REPLAY], [DECAY]],  # how often actions are random
     "evaluate": [TRIO, [GRID], [REINFORCE]],  # what is greedy
-    "over_runs": [[*TRIO, REINFORCE], [GRID], [CAR]],  # one after the other on a CPU; no options
+    "over_runs": [[*TRIO, CAR, REINFORCE], [GRID]],  # one after the other on a CPU
     "plot": [TRIO, [GRID], [REINFORCE]],  # runs of REINFORCE differ in their steps
 }
 

@@ -120,12 +120,13 @@ def test_the_picture_has_an_arrow_where_something_is_known(tmp_path, monkeypatch
     assert drawn == [[0, 1, 0, -1], [1, 0, 1, 0], [1, 2, 1, 0]]  # row, column, down, right
 
 
-def test_default_runs_are_exact_at_the_start_and_the_same_alone(monkeypatch):
+def test_default_runs_are_exact_at_the_start_and_the_same_alone(capsys, monkeypatch):
     """A run has the same bits alone, among seven on two devices, and in longer intervals.
 
     Vmapped, as on a GPU, it rounds differently.
     """
     assert abs(run("--seed 3")["q_table"][0, 7, 11].max() - 0.9**17) < 1e-5
+    assert capsys.readouterr().out.startswith("grid world, 1 run on 1 x ")
     seven = "--num-seeds 7 --total-timesteps 1e4 --log-interval 5000"
     many = run(seven)
     assert many["q_table"].shape == (7, 8, 12, 4) and len(many["timesteps"]) == 2

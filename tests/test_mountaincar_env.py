@@ -173,6 +173,11 @@ def test_the_seed_decides_everything_and_lines_and_devices_nothing(tmp_path, mon
         np.testing.assert_array_equal(other[name][:-1], one[name][1:])
 
 
+def test_one_car_takes_one_device(capsys):
+    car.main("--num-envs 1 --num-episodes 1".split())
+    assert capsys.readouterr().out.startswith("1 x MountainCar-v0 on 1 x ")
+
+
 def test_steps_are_kept_only_for_save_which_refuses_too_many():
     """Steps are counted after rounding: 499 episodes are 5 lines of 100, of 200 steps each."""
     args = car.parse_args([])

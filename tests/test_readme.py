@@ -15,9 +15,7 @@ import replay_td
 
 OWN_CAR, ACT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 [BY_POLICY] = re.findall(r"`(np.argmax.*?)`", README)
-LOAD = "".join(
-    f'{name} = np.load("learned.npz")["{name}"][0]\n' for name in ("w0", "b0", "w1", "b1")
-)
+LOAD = "w0, b0, w1, b1 = (np.load('learned.npz')[name][0] for name in ['w0', 'b0', 'w1', 'b1'])\n"
 
 
 def changed(script, recipe):

@@ -1,9 +1,4 @@
-"""reinforce_parallel.py against NumPy, exact gradients by enumeration, and Gymnasium.
-
-The replays split keys in the script's order, on purpose: the same command must give the same bits.
-Of JAX's random numbers they use, as they are, `split`, `normal`, `uniform`, and the Gumbel noise
-that `categorical` adds to logits.
-"""
+"""reinforce_parallel.py against NumPy, exact gradients by enumeration, and Gymnasium."""
 
 import itertools
 from functools import partial

@@ -143,9 +143,8 @@ def curves(poles, means, num_lines):
 def compare(td, flags, learn, monkeypatch):
     """A sweep of every flag. Its first and its last run, and two between, are replayed.
 
-    td_loss returns its value as one more metric: it is saved under its name. Here, rounding makes
-    a difference of 3e-5; 1e-3 leaves room for other compilers. Greedy actions are better than
-    others by 5e-3.
+    A metric added to td_loss, its value, is saved under its name. Rounding makes 3e-5 of a
+    difference; 1e-3 leaves room for other compilers. Greedy actions are better by 5e-3.
     """
     first_state, loss = td.init_state, td.td_loss
     scale = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
