@@ -189,7 +189,7 @@ def rollout(args, key):
 
 
 COMPILER_OPTIONS = {  # on a CPU
-    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.3 times as fast
+    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.2 times as fast, rocking 1.3
 }
 
 

@@ -33,7 +33,8 @@ FLAGS = {
     "epsilon_decay_td.py": f"{TD} --total-timesteps 70 --buffer-size 50",
     "gridworld_qlearning.py": f"--total-timesteps 8600 --log-interval 2900 --grid-size 2 3 {SWEEP}",
     "mountaincar_env.py": "--num-envs 3 --num-episodes 7 --log-interval 3",
-    "reinforce_parallel.py": "--num-envs 2 --hidden-size 6 --eval-episodes 7"
+    # With seed 2, the episode that is animated is not as long as others.
+    "reinforce_parallel.py": "--num-envs 2 --hidden-size 6 --eval-episodes 7 --seed 2"
     f" --num-iterations 11 --log-interval 4 {SWEEP}",
 }
 FILES = dict.fromkeys(SCRIPTS, "--save x.npz --plot x.png")
@@ -50,6 +51,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # what is read from the cache causes false alarms
 
 
 def start(folder, script, flags, **env):
@@ -63,10 +65,7 @@ def start(folder, script, flags, **env):
 
 @pytest.fixture(scope="session", autouse=True)
 def started(request, tmp_path_factory):
-    """Folder and process of each script, of those that the chosen tests wait for.
-
-    They are started before the first test. Other tests run meanwhile, which saves half a minute.
-    """
+    """Folder and process of each script that a chosen test waits for. Other tests run meanwhile."""
     processes = {}
     for item in request.session.items:
         if "started" in inspect.signature(item.function).parameters:
