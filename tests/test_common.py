@@ -206,17 +206,17 @@ def test_runs_are_spread_over_no_more_devices_than_needed(script, monkeypatch):
 def test_the_figure_shows_the_returns(script, monkeypatch):
     """Thin lines for runs, a bold one for each setting's median, in one color."""
     steps, middles = np.array([10, 20]), [[10, 20], [10, 20]]
-    returns, medians = np.array([[3, 4, 4, 8], [7, 5, 1, 6]]), [[3.5, 6], [6, 3.5]]
+    returns, medians = np.array([[3, 4, 9, 2, 8, 7], [7, 5, 1, 1, 6, 3]]), [[4, 5], [7, 3]]
     if script.__name__ == "reinforce_parallel":  # its runs differ in their steps, (K, R)
-        steps, middles = np.array([[1, 2, 3, 4], [6, 7, 6, 9]]), [[1.5, 6.5], [3.5, 7.5]]
+        steps, middles = np.array([[1, 2, 4, 3, 4, 9], [6, 7, 9, 6, 9, 8]]), [[2, 7], [4, 8]]
     monkeypatch.setattr(plt, "close", lambda: None)
     script.plot("x.png", ["gamma 0.1", "gamma 0.3"], steps, returns)
-    lines, x = plt.gca().get_lines(), np.broadcast_to(steps.T, (4, 2))
-    for i, drawn in enumerate([lines[:3], lines[3:]]):
-        runs = slice(2 * i, 2 * i + 2)
+    lines, x = plt.gca().get_lines(), np.broadcast_to(steps.T, (6, 2))
+    for i, drawn in enumerate([lines[:4], lines[4:]]):
+        runs = slice(3 * i, 3 * i + 3)
         equal([line.get_xdata() for line in drawn], [*x[runs], middles[i]])
         equal([line.get_ydata() for line in drawn], [*returns.T[runs], medians[i]])
         assert {line.get_color() for line in drawn} == {to_rgba(f"C{i}")}
-        assert drawn[0].get_linewidth() < 1 < drawn[2].get_linewidth()
+        assert drawn[0].get_linewidth() < 1 < drawn[3].get_linewidth()
     texts = [text.get_text() for text in plt.gcf().legends[0].get_texts()]
     assert texts == ["median  gamma 0.1", "median  gamma 0.3"]
