@@ -5,6 +5,7 @@ import importlib
 import json
 import sys
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -26,6 +27,7 @@ LINES = {  # steps that progress lines name, and what follows
     ),
     "reinforce_parallel": (["4", "8", "12"], "iteration {step}  return {returns:.1f}"),
 }
+each = partial(pytest.mark.parametrize, "script", indirect=True)
 equal = np.testing.assert_array_equal
 
 
@@ -37,10 +39,6 @@ def script(request, tmp_path, monkeypatch):
     module = importlib.import_module(request.param[:-3])
     module.flags = FLAGS[request.param].split()
     return module
-
-
-def each(names):
-    return pytest.mark.parametrize("script", names, indirect=True)
 
 
 @pytest.fixture

@@ -15,11 +15,6 @@ RIGHT, DOWN, LEFT, UP = range(4)
 equal = np.testing.assert_array_equal
 
 
-def move(shape, cell, action):
-    """Return the cell (row, column) that an action leads to. Walls are in the way."""
-    return tuple(int(i) for i in np.clip(cell + MOVES[action], 0, np.array(shape) - 1))
-
-
 def run(flags):
     return grid.main(flags.split())
 
@@ -39,7 +34,8 @@ def replay(seed, learning_rate, gamma, epsilon):
             best = np.flatnonzero(q_table[cell] == q_table[cell].max())
             candidates = range(4) if explores else best
             action = candidates[int(uniform * np.float32(len(candidates)))]
-            to, length = move((7, 6), cell, action), length + 1
+            to = tuple(np.clip(cell + MOVES[action], 0, [6, 5]).tolist())  # walls are in the way
+            length += 1
             target = 1 if to == (0, 0) else np.float32(gamma) * q_table[to].max() - np.float32(0.25)
             q_table[cell][action] += np.float32(learning_rate) * (target - q_table[cell][action])
             if to == (0, 0):
@@ -102,6 +98,12 @@ def test_tables_are_printed(capsys, monkeypatch):
     line = grid.summary(SimpleNamespace(grid_size=[1, 2]), q_table, np.array([7, np.inf, 3]))
     assert line.startswith("value of the start 0.75000  2 of 3 ")
     assert line.endswith(" in at most 7 steps")
+
+
+def test_the_longest_path_is_walked_to_its_end():
+    """It visits each cell of three rows in turn: left, right, left."""
+    greedy = np.eye(4)[[[LEFT, LEFT, LEFT], [RIGHT, RIGHT, UP], [UP, LEFT, LEFT]]]
+    assert grid.evaluate(SimpleNamespace(grid_size=[3, 3]), SimpleNamespace(q_table=greedy)) == 8
 
 
 def test_the_picture_has_an_arrow_where_something_is_known(tmp_path, monkeypatch):
