@@ -101,8 +101,7 @@ def test_tables_are_printed(capsys, monkeypatch):
 
 
 def test_the_longest_path_is_walked_to_its_end():
-    """It visits each cell of three rows in turn: left, right, left."""
-    greedy = np.eye(4)[[[LEFT, LEFT, LEFT], [RIGHT, RIGHT, UP], [UP, LEFT, LEFT]]]
+    greedy = np.eye(4)[[[LEFT, LEFT, LEFT], [RIGHT, RIGHT, UP], [UP, LEFT, LEFT]]]  # a snake
     assert grid.evaluate(SimpleNamespace(grid_size=[3, 3]), SimpleNamespace(q_table=greedy)) == 8
 
 
