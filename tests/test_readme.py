@@ -71,7 +71,7 @@ def steps_in_gymnasium(act):
 def test_one_run_learns_and_balances_gymnasiums_pole(script, tmp_path, capsys, monkeypatch):
     """With a width of the features that is no default: README's lines read it from the file."""
     monkeypatch.chdir(tmp_path)
-    flags, lines = ("--sigma 0.4", ACT) if script in TRIO else ("", f"{LOAD}action = {BY_POLICY}")
+    flags, lines = ("--sigma 0.65", ACT) if script in TRIO else ("", f"{LOAD}action = {BY_POLICY}")
     main = importlib.import_module(script[:-3]).main
     results = main(f"{flags} --seed 100 --log-interval 1e6 --save learned.npz".split())
     first, *_, last = capsys.readouterr().out.splitlines()
