@@ -341,9 +341,9 @@ def parse_args(argv=None):
     add("--gamma", type=unit, nargs="+", default=[0.99], help="discount factor")
     text = "initial epsilon, the probability of a random action"
     add("--start-e", type=unit, nargs="+", default=[1.0], help=text)
-    add("--end-e", type=unit, nargs="+", default=[0.1], help="lowest epsilon")
+    add("--end-e", type=unit, nargs="+", default=[0.05], help="lowest epsilon")
     decay = number(float, 1e-6, 0.99999)  # float32 would round larger ones too coarsely
-    add("--epsilon-decay", type=decay, nargs="+", default=[0.9998], help="factor per vector step")
+    add("--epsilon-decay", type=decay, nargs="+", default=[0.9997], help="factor per vector step")
     add("--num-centers", type=count, default=500, help="number of radial basis features")
     width = number(float, 1e-3, 1e3)
     add("--sigma", type=width, nargs="+", default=[0.5], help="width of the features")
