@@ -205,5 +205,5 @@ def test_epsilon_decay_td_learns_like_an_independent_replay(monkeypatch):
         epsilons = [max(run.end_e, run.start_e * run.epsilon_decay**t) for t in range(35)]
         return learn_from_the_past(run, epsilons)
 
-    decay = "--start-e 0.9 0.7 --end-e 0.5 0.2 --epsilon-decay 0.95 0.8"
+    decay = "--start-e 0.9 0.3 --end-e 0.5 0.2 --epsilon-decay 0.95 0.8"
     compare(epsilon_decay_td, f"{SIZES} {RING} {decay}", learn, monkeypatch)
