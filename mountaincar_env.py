@@ -75,7 +75,7 @@ class EnvState(environment.EnvState):
 
 
 def cosine(x):
-    """cos(x) by Taylor's series, for |x| < 3.7: on a CPU, a rollout is 2.6 times as fast with it."""
+    """cos(x) by Taylor's series, for |x| < 3.7: it makes a rollout on a CPU 2.6 times as fast."""
     series = [(-1) ** k / math.factorial(2 * k) for k in range(9, -1, -1)]
     return jnp.polyval(np.array(series, x.dtype), x**2)
 
