@@ -80,7 +80,7 @@ def test_flags_are_read_and_shared_ones_agree_but_for_the_list():
                 told.setdefault((key, flag), []).append(options[key])
     differing = {pair for pair, values in told.items() if any(v != values[0] for v in values)}
     assert differing == {(key, flag) for key in FLAGS_DIFFER for flag in FLAGS_DIFFER[key].split()}
-    assert told["default", "--epsilon"] == [[0.25], [0.25], [0.1]]  # the safest, says README
+    assert told["default", "--epsilon"] == [[0.25], [0.25], [0.1]]  # RESULTS.md compares others
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
