@@ -24,7 +24,7 @@ SCRIPTS = [*TRIO, "gridworld_qlearning.py", "mountaincar_env.py", "reinforce_par
 # Copied before an imported script adds its settings. Output is buffered, as it is for most users.
 USER_ENV = os.environ | {"PYTHONUNBUFFERED": ""}
 
-# Three log intervals, 15 runs of learners. What is confused shows: sizes differ, settings learn.
+# Three log intervals; learners make 15 runs. Sizes and results differ, so that a mix-up shows.
 SWEEP = "--num-seeds 3 --gamma 0 0.125 0.5 0.75 1"
 TD = f"{SWEEP} --learning-rate 1 --num-envs 4 --num-centers 9 --eval-episodes 7 --log-interval 22"
 FLAGS = {
