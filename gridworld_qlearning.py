@@ -17,13 +17,14 @@ where d is the number of steps of the shortest path to the goal that begins with
 
 To change the task, change `start`, `goal`, MOVES, SIGNS and `env_step`.
 
-Shapes: R runs (agents), K log intervals, U = args.interval_blocks blocks of T = BLOCK steps,
-H, W = args.grid_size rows and columns, S = H * W cells, A actions.
+Shapes: R runs (agents), K intervals, U = interval_blocks blocks of T = BLOCK steps,
+H, W = grid_size rows and columns, S = H * W cells, A actions.
 
-The algorithm comes first, for one run. Then come flags, and the code that runs it on all devices.
+First come the flags, then the algorithm, for one run, then the launcher, the same in all learners.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -35,6 +36,9 @@ from typing import NamedTuple
 # jax reads this when it is imported: each CPU core that this process may use becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
+# A command draws into files, with any backend. In a notebook, the user's backend stays.
+if __name__ == "__main__" and "IPython" not in sys.modules:
+    os.environ["MPLBACKEND"] = "agg"
 # Compile loops over up to 500 kB of data into one function: 1.3 times as fast with one agent.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=500000"
@@ -52,10 +56,38 @@ MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left
 SIGNS = np.array([">", "v", "<", "^"])  # (A,) how a move is printed
 BLOCK = 1000  # steps whose random numbers are drawn at once
 
-# These flags take several values; every combination is run. In a function of one run, args.gamma is
-# that run's own value. It is traced: good for arithmetic, not for shapes or loops. Elsewhere,
-# args.gamma does not exist; args.swept["gamma"] has all values.
-SWEPT = "learning_rate", "gamma", "epsilon"
+
+def parse_args(argv=None):
+    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
+    # A swept flag is a list in args. In a function of one run, run.gamma is one value, and traced:
+    # good for arithmetic, not for shapes, loops or `if`. Other flags are plain Python values.
+    # `number` and `output` (see the launcher) refuse wrong values.
+    flag, sweep = parser.add_argument, partial(parser.add_argument, nargs="+")
+    count, unit, side = number(int, 1, 1e6), number(float, 0, 1), number(int, 2, 1e3)
+    flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
+    flag("--num-seeds", type=count, default=1, help="runs (agents) of each setting")
+    text = "environment steps per run, rounded up to equal intervals"
+    flag("--total-timesteps", type=number(int, 1, 1e9), default=1_000_000, help=text)
+    flag("--num-intervals", type=count, default=10, help="progress lines, at most")
+    flag("--grid-size", type=side, default=[8, 12], nargs=2, help="rows, columns")
+    sweep("--learning-rate", type=unit, default=[0.1], help="step size alpha")
+    sweep("--gamma", type=unit, default=[0.9], help="discount factor")
+    sweep("--epsilon", type=unit, default=[0.1], help="probability of a random action")
+    flag("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
+    flag("--save", type=output(".npz"), metavar="FILE", help="write tables, curves, flags (.npz)")
+    picture = output(".png", ".pdf", ".svg")
+    text = f"draw values and greedy actions of at most {MAX_PANELS} settings (.png, .pdf, .svg)"
+    flag("--plot", type=picture, metavar="FILE", help=text)
+    args = parser.parse_args(argv)
+    if args.distributed and not jax.distributed.is_initialized():
+        parser.error("--distributed: from Python, call jax.distributed.initialize() first")
+    args.grid_size = tuple(args.grid_size)  # only lists are swept
+    num_blocks = math.ceil(args.total_timesteps / BLOCK)
+    args.interval_blocks = math.ceil(num_blocks / args.num_intervals)
+    args.num_intervals = math.ceil(num_blocks / args.interval_blocks)
+    return args
 
 
 class TrainState(NamedTuple):
@@ -64,151 +96,190 @@ class TrainState(NamedTuple):
     key: jax.Array
     q_table: jax.Array  # (H, W, A)
     cell: jax.Array  # (2,) where the agent is: row, column
-    episode_return: jax.Array  # so far
-    episode_length: jax.Array  # steps so far
 
 
-def start(args):
+def start(run):
     """Return the cell (2,) in which episodes start: the last row, the last column."""
-    return jnp.array(args.grid_size) - 1
+    return jnp.array(run.grid_size) - 1
 
 
-def goal(args):
+def goal(run):
     """Return the cell (2,) in which episodes end: the first row, the first column."""
     return jnp.array([0, 0])
 
 
-def env_step(args, cell, action):
+def env_step(run, cell, action):
     """Return the next cell (the same at a wall), reward, and whether the goal is reached."""
-    next_cell = jnp.clip(cell + jnp.array(MOVES)[action], 0, jnp.array(args.grid_size) - 1)
-    terminated = jnp.all(next_cell == goal(args))
+    next_cell = jnp.clip(cell + jnp.array(MOVES)[action], 0, jnp.array(run.grid_size) - 1)
+    terminated = jnp.all(next_cell == goal(run))
     return next_cell, jnp.where(terminated, 1.0, 0.0), terminated
 
 
-def init_state(args):
+def init_state(run):
     """State in which a run starts."""
     return TrainState(
-        key=jax.random.key(args.seed),
-        q_table=jnp.zeros((*args.grid_size, len(MOVES))),
-        cell=start(args),
-        episode_return=jnp.array(0.0),
-        episode_length=jnp.array(0),
+        key=jax.random.key(run.seed),
+        q_table=jnp.zeros((*run.grid_size, len(MOVES))),
+        cell=start(run),
     )
 
 
 def select_action(values, explore, uniform):
-    """Choose an action epsilon-greedily by values (A,), with a uniform number in [0, 1).
+    """Choose among all actions if the agent explores, else among those of the highest value.
 
-    Candidates are all actions if the agent explores, else the best ones: each is equally likely.
+    Each of n candidates is equally likely: a uniform number in [0, 1) picks floor(n uniform).
     """
     candidates = explore | (values == jnp.max(values))  # (A,)
     counts = jnp.cumsum(candidates)  # (A,) candidates up to each action
-    return jnp.argmax(counts > uniform * counts[-1])
+    return jnp.argmax(counts > uniform * counts[-1])  # the first action whose count is above
 
 
-def train_step(args, state, draws):
-    """Take one step and update the value of its action. Also return totals of an ended episode."""
+def train_step(run, state, draws):
+    """Take one step and update the value of its action. Also return what to average."""
     row, column = state.cell
     values = state.q_table[row, column]  # (A,)
     explore, uniform = draws
     action = select_action(values, explore, uniform)
-    next_cell, reward, terminated = env_step(args, state.cell, action)
+    next_cell, reward, terminated = env_step(run, state.cell, action)
     next_value = jnp.where(terminated, 0.0, jnp.max(state.q_table[*next_cell]))
-    td_error = reward + args.gamma * next_value - values[action]
-    total, length = state.episode_return + reward, state.episode_length + 1
-    state = state._replace(
-        q_table=state.q_table.at[row, column, action].add(args.learning_rate * td_error),
-        cell=jnp.where(terminated, start(args), next_cell),
-        episode_return=jnp.where(terminated, 0.0, total),
-        episode_length=jnp.where(terminated, 0, length),
-    )
-    ended = {"episodes": terminated, "return_sum": terminated * total}
-    return state, ended | {"length_sum": terminated * length}
+    td_error = reward + run.gamma * next_value - values[action]
+    q_table = state.q_table.at[row, column, action].add(run.learning_rate * td_error)
+    cell = jnp.where(terminated, start(run), next_cell)
+    metrics = {"rewards": reward, "episodes": terminated}
+    return state._replace(q_table=q_table, cell=cell), metrics
 
 
-def train_block(args, state, _):
+def train_block(run, state, _):
     """Take T steps. Their random numbers are drawn at once: fast, and in little memory."""
     key, key_explore, key_uniform = jax.random.split(state.key, 3)
-    explore = jax.random.bernoulli(key_explore, args.epsilon, BLOCK)
+    explore = jax.random.bernoulli(key_explore, run.epsilon, BLOCK)
     draws = explore, jax.random.uniform(key_uniform, BLOCK)
-    state, ended = jax.lax.scan(partial(train_step, args), state._replace(key=key), draws)
-    return state, jax.tree.map(jnp.sum, ended)
+    state, metrics = jax.lax.scan(partial(train_step, run), state._replace(key=key), draws)
+    return state, jax.tree.map(jnp.mean, metrics)
 
 
-def train_interval(args, state):
+def train_interval(run, state):
     """Train up to the next progress line. Also return what the line shows."""
-    state, ended = jax.lax.scan(partial(train_block, args), state, length=args.interval_blocks)
-    sums = jax.tree.map(jnp.sum, ended)
-    return state, {
-        "steps_per_episode": sums["length_sum"] / sums["episodes"],  # nan if none ended
-        "returns": sums["return_sum"] / sums["episodes"],
-    }
+    state, metrics = jax.lax.scan(partial(train_block, run), state, length=run.interval_blocks)
+    means = jax.tree.map(jnp.mean, metrics)
+    episodes = means.pop("episodes")  # ended per step
+    means["steps_per_episode"] = 1 / episodes  # inf if none ended
+    means["returns"] = means.pop("rewards") / episodes  # nan if none ended
+    return state, {"timesteps": jnp.array(run.interval_blocks * BLOCK), **means}
 
 
-def evaluate(args, state):
-    """Number of steps of the greedy policy from the start to the goal, inf if it never arrives.
+def evaluate(run, state):
+    """What a run ends with: its table, and the greedy policy's steps from the start to the goal.
 
-    The policy is deterministic: among equal values it takes the first. If it is not at the goal
-    after S steps, it has visited some cell twice. So it walks in circles and never arrives.
+    They are inf if it never arrives. The policy is deterministic: among equal values it takes the
+    first. If it is not at the goal after S steps, it has visited a cell twice and never arrives.
     """
     greedy = jnp.argmax(state.q_table, axis=2)  # (H, W)
 
     def step(cell, _):
-        next_cell, _, terminated = env_step(args, cell, greedy[*cell])
-        return next_cell, terminated
+        next_cell, _, terminated = env_step(run, cell, greedy[*cell])
+        return next_cell, (terminated, jnp.all(next_cell == goal(run)))
 
-    _, terminated = jax.lax.scan(step, start(args), length=greedy.size)  # (S,)
-    return jnp.where(jnp.any(terminated), jnp.argmax(terminated) + 1.0, jnp.inf)
+    _, (ends, arrives) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
+    first = jnp.argmax(ends)
+    steps = jnp.where(jnp.any(ends) & arrives[first], first + 1.0, jnp.inf)
+    return {"greedy_steps": steps, "q_table": state.q_table}
 
 
-def sweep(args):
-    """Combine the values of the swept flags (settings), and each setting with all seeds (runs).
+def grid_text(table):
+    """Greedy actions and values of a table (H, W, A), a line per row; "." where all are 0."""
+    values = table.max(axis=-1)
+    signs = np.where(np.any(table, axis=-1), SIGNS[table.argmax(axis=-1)], ".")
+    cells = np.char.add(signs, np.char.mod(" %.3f", values))
+    return "\n".join("  ".join(row) for row in cells)
 
-    Return the swept flags and the seed by name, (R,) each, setting by setting; and a label for each
-    setting: its values of the flags that vary.
+
+def report(args, learned):
+    """Describe what the r runs of a setting learned: the mean of their tables, and how they do."""
+    table, greedy_steps = learned["q_table"].mean(axis=0), learned["greedy_steps"]
+    arrived = greedy_steps[np.isfinite(greedy_steps)]
+    longest = f", in at most {arrived.max():.0f} steps" if len(arrived) else ""
+    value = learned["q_table"][:, *start(args)].max(axis=-1).mean()
+    reach = f"{len(arrived)} of {len(greedy_steps)} greedy agents reach the goal{longest}"
+    return f"value of the start {value:.5f}  {reach}\n{grid_text(table)}"
+
+
+def draw(args, labels, results):
+    """Draw the mean table of each setting for --plot."""
+    if args.plot:
+        tables = [agents.mean(axis=0) for agents in np.split(results["q_table"], len(labels))]
+        plot(args.plot, labels, tables)
+
+
+def plot(path, labels, tables):
+    """Draw values and greedy actions of tables (H, W, A), one for each label."""
+    from matplotlib.figure import Figure
+
+    shown = labels[:MAX_PANELS]
+    figure = Figure(figsize=(6, 1 + 3 * len(shown)), layout="constrained")
+    if len(shown) < len(labels):
+        figure.suptitle(f"the first {len(shown)} of {len(labels)} settings")
+    panels = figure.subplots(len(shown), squeeze=False)[:, 0]
+    for axes, label, table in zip(panels, labels, tables, strict=False):
+        image = axes.imshow(table.max(axis=-1))
+        figure.colorbar(image, label="max_a of the agents' mean Q")
+        row, column = np.nonzero(np.any(table, axis=-1))
+        down, to_right = MOVES[table.argmax(axis=-1)[row, column]].T
+        if len(row):
+            axes.quiver(column, row, to_right, down, angles="xy", pivot="mid", color="white")
+        axes.set_title(label)
+    figure.savefig(path)
+
+
+MAX_PANELS = 4  # more would be small
+
+
+def vectorize(function):
+    """Make a function of one run one of all runs of a device.
+
+    A CPU core takes them one after the other: updating many tables at once is slow there.
     """
-    values = {**args.swept, "seed": args.seed + np.arange(args.num_seeds)}
-    grid = np.meshgrid(*values.values(), indexing="ij")  # the last one, the seed, varies fastest
-    runs = {name: array.ravel() for name, array in zip(values, grid, strict=True)}
-    several = [name for name in args.swept if np.size(values[name]) > 1]
-    firsts = range(0, len(runs["seed"]), args.num_seeds)  # the first run of each setting
-    labels = [", ".join(f"{name} {runs[name][run]:g}" for name in several) for run in firsts]
-    return runs, labels
+    if jax.default_backend() == "cpu":
+        return lambda *arrays: jax.lax.map(lambda columns: function(*columns), arrays)
+    return jax.vmap(function)
 
 
-def spread(runs, all_devices):
-    """Return how many devices R runs need, and the runs, padded with copies of the last one.
+COMPILER_OPTIONS = None
 
-    The copies fill up the devices: each takes the same number of runs.
+
+# From here on, all learners are the same to the letter: the launcher.
+
+
+def all_runs(args):
+    """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
+
+    Return what differs between runs, {flag: (R,)}, and a label for each setting.
     """
-    num_runs = len(runs["seed"])
-    per_device = math.ceil(num_runs / jax.device_count())
-    num_devices = jax.device_count() if all_devices else math.ceil(num_runs / per_device)
-    copies = num_devices * per_device - num_runs
-    return num_devices, {name: np.pad(array, (0, copies), "edge") for name, array in runs.items()}
+    swept = {name: values for name, values in vars(args).items() if isinstance(values, list)}
+    product = itertools.product(*swept.values())
+    settings = [dict(zip(swept, values, strict=True)) for values in product]
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    runs = [{**setting, "seed": seed} for setting in settings for seed in seeds]
+    varied = [name for name, values in swept.items() if len(values) > 1]
+    labels = [", ".join(f"{name} {setting[name]:.9g}" for name in varied) for setting in settings]
+    return {name: np.array([run[name] for run in runs]) for name in runs[0]}, labels
 
 
 def over_runs(function, args, num_devices):
-    """Compile function(args, *arrays) of one run for all runs, spread over devices.
+    """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
-    The compiled function takes runs in place of args: each run's own values replace those in
-    args. The other arrays have an axis of runs in front. A CPU core takes its runs one after the
-    other, because updating many tables at once is slow there; on other devices they are vmapped.
+    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
+    an axis of runs in front.
     """
 
     def of_one_run(own, *arrays):
         return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
 
-    def of_all_runs(*arrays):  # of one device
-        if jax.default_backend() == "cpu":
-            return jax.lax.map(lambda run: of_one_run(*run), arrays)
-        return jax.vmap(of_one_run)(*arrays)
-
-    mesh = jax.make_mesh((num_devices,), ("runs",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh, axis = jax.sharding.Mesh(jax.devices()[:num_devices], "runs"), jax.P("runs")
     # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
-    shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    sharded = shard(of_all_runs, in_specs=jax.P("runs"), out_specs=jax.P("runs"))
-    return jax.jit(sharded)
+    shard = partial(jax.shard_map, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
+    options = COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
+    return jax.jit(shard(vectorize(of_one_run)), compiler_options=options)
 
 
 def gather(tree, length):
@@ -229,157 +300,81 @@ def number(kind, low, high):
     return parse
 
 
-def file_name(suffix):
-    """Make an argparse type: the name of a file that can be written and has this suffix."""
+def output(*endings):
+    """Make an argparse type: a file that can be written, with one of these endings."""
 
     def parse(path):
-        folder, name = os.path.split(path)
-        must_exist = path if os.path.exists(path) else os.path.join(folder, ".")
-        can_write = os.access(must_exist, os.W_OK) and not os.path.isdir(path)
-        if not can_write or os.path.splitext(name)[1] != suffix:
-            raise argparse.ArgumentTypeError(f"{path!r} is not a {suffix} file that can be written")
+        target = path if os.path.exists(path) else os.path.dirname(path) or "."
+        if not path.endswith(endings) or os.path.isdir(path) or not os.access(target, os.W_OK):
+            text = f"{path!r} is not a {' or '.join(endings)} file that can be written"
+            raise argparse.ArgumentTypeError(text)
         return path
 
     return parse
 
 
-def parse_args(argv=None):
-    """Read and check the command line."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.allow_abbrev = False
-    add = parser.add_argument
-    steps = number(int, 1, 1e9)
-    unit = number(float, 0, 1)
-    add("--seed", type=number(int, 0, 2e9), default=0, help="seed of run 0; run i uses seed + i")
-    add("--num-seeds", type=number(int, 1, 1e6), default=1, help="runs (agents) of each setting")
-    text = "environment steps per run, rounded up to equal log intervals"
-    add("--total-timesteps", type=steps, default=1_000_000, help=text)
-    add("--grid-size", type=number(int, 2, 1e3), default=[8, 12], nargs=2, help="rows, columns")
-    add("--learning-rate", type=unit, nargs="+", default=[0.1], help="step size alpha")
-    add("--gamma", type=unit, nargs="+", default=[0.9], help="discount factor")
-    add("--epsilon", type=unit, nargs="+", default=[0.1], help="probability of a random action")
-    text = "approximate number of environment steps between progress lines"
-    add("--log-interval", type=steps, default=100_000, help=text)
-    add("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
-    add("--save", type=file_name(".npz"), metavar="FILE", help="write tables, curves, arguments")
-    add("--plot", type=file_name(".png"), metavar="FILE", help="draw values and greedy actions")
-    args = parser.parse_args(argv)
-    args.swept = {name: vars(args).pop(name) for name in SWEPT}
-    if args.distributed and not jax.distributed.is_initialized():
-        parser.error("--distributed: from Python, call jax.distributed.initialize() first")
-    min_blocks = math.ceil(args.total_timesteps / BLOCK)
-    args.num_intervals = math.ceil(min_blocks / math.ceil(args.log_interval / BLOCK))
-    args.interval_blocks = math.ceil(min_blocks / args.num_intervals)
-    args.interval_timesteps = args.interval_blocks * BLOCK
-    return args
-
-
-MAX_TABLES = 4  # printed and drawn, at most
-
-
-def grid_text(table):
-    """Greedy actions and values of a table (H, W, A), a line per row; "." where all are 0."""
-    values = table.max(axis=-1)
-    signs = np.where(np.any(table, axis=-1), SIGNS[table.argmax(axis=-1)], ".")
-    cells = np.char.add(signs, np.char.mod(" %.3f", values))
-    return "\n".join("  ".join(row) for row in cells)
-
-
-def summary(args, q_table, greedy_steps):
-    """Describe what the r runs of a setting learned: tables (r, H, W, A), greedy steps (r,)."""
-    value = q_table[:, *start(args)].max(axis=-1).mean()
-    arrived = greedy_steps[np.isfinite(greedy_steps)]
-    longest = f", in at most {arrived.max():.0f} steps" if len(arrived) else ""
-    reach = f"{len(arrived)} of {len(greedy_steps)} greedy agents reach the goal{longest}"
-    return f"value of the start {value:.5f}  {reach}"
-
-
-def plot(path, labels, tables):
-    """Draw values and greedy actions of tables (H, W, A), one for each label."""
-    import matplotlib.pyplot as plt
-
-    size = 6, 1 + 3 * len(tables)
-    figure, panels = plt.subplots(len(tables), figsize=size, layout="constrained", squeeze=False)
-    for axes, label, table in zip(panels.flat, labels, tables, strict=True):
-        image = axes.imshow(table.max(axis=-1))
-        figure.colorbar(image, label="max_a of the agents' mean Q")
-        row, column = np.nonzero(np.any(table, axis=-1))
-        down, to_right = MOVES[table.argmax(axis=-1)[row, column]].T
-        if len(row):
-            axes.quiver(column, row, to_right, down, angles="xy", pivot="mid", color="white")
-        axes.set_title(label)
-    plt.savefig(path)
-    plt.close()
-
-
 def main(argv=None):
     """Train, evaluate and report. Return what --save writes. Ctrl-C ends training early."""
     args = parse_args(argv)
-    if jax.process_index() > 0:  # process 0 reports for all
-        sys.stdout = open(os.devnull, "w")
-        args.save = args.plot = None
-    runs, labels = sweep(args)
-    num_runs = len(runs["seed"])
-    num_devices, runs_and_copies = spread(runs, args.distributed)
+    file = None if jax.process_index() == 0 else open(os.devnull, "w")  # one process prints for all
+    show = partial(print, file=file, flush=True)
+    columns, labels = all_runs(args)
+    num_runs = len(columns["seed"])
+    per_device = math.ceil(num_runs / jax.device_count())
+    num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
+    # Copies of the first runs fill up the devices; `gather` cuts them off.
+    padded = {name: np.resize(column, num_devices * per_device) for name, column in columns.items()}
     on_devices = partial(over_runs, args=args, num_devices=num_devices)
-    how_many = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    print(f"grid world, {how_many} on {num_devices} x {jax.devices()[0].device_kind}")
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    show(f"{runs} on {num_devices} x {jax.devices()[0].device_kind}")
 
     began = time.perf_counter()
-    state = on_devices(init_state)(runs_and_copies)
-    train = on_devices(train_interval).lower(runs_and_copies, state).compile()
-    play_greedily = on_devices(evaluate).lower(runs_and_copies, state).compile()
+    state = on_devices(init_state)(padded)
+    train = on_devices(train_interval).lower(padded, state).compile()
+    finish = on_devices(evaluate).lower(padded, state).compile()
     compile_seconds = time.perf_counter() - began
-    print(f"compiled in {compile_seconds:.1f} s")
+    show(f"compiled in {compile_seconds:.1f} s")
 
-    timesteps = args.interval_timesteps * np.arange(1, args.num_intervals + 1)  # (K,)
-    history, train_seconds = [], 0.0
+    history, timesteps, train_seconds = [], np.zeros(num_runs, np.int64), 0.0
     try:
-        for timestep in timesteps:
+        for _ in range(args.num_intervals):
             began = time.perf_counter()
-            next_state, metrics = train(runs_and_copies, state)
-            history.append(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
-            state = next_state
+            next_state, metrics = train(padded, state)
+            metrics = gather(metrics, num_runs)  # waits for train; Ctrl-C is raised here
             train_seconds += time.perf_counter() - began
-            mean = jax.tree.map(jnp.nanmean, history[-1])  # np.nanmean would warn if all are nan
-            speed = timestep * num_runs / train_seconds
-            print(
-                f"step {timestep:,}  steps per episode {mean['steps_per_episode']:.1f}"
-                f"  return {mean['returns']:.2f}  {speed:,.0f} steps/s"
-            )
+            # The steps of each run may come in parts, because arrays of jax hold less than 2^31.
+            parts = metrics.pop("timesteps").reshape(num_runs, -1)
+            timesteps = timesteps + parts.sum(axis=1, dtype=np.int64)  # (R,) so far
+            # Not np.nanmean, which would warn if all are nan.
+            means = [f"{name} {jnp.nanmean(values):#.4g}" for name, values in metrics.items()]
+            speed = f"{timesteps.sum() / train_seconds:,.0f} steps/s"
+            # Both in one statement, so that Ctrl-C cannot come between them.
+            state, history = next_state, [*history, {"timesteps": timesteps, **metrics}]
+            show(f"step {timesteps.mean():,.0f}", *means, speed, sep="  ")
     except KeyboardInterrupt:
         if args.distributed or not history:
             raise
-        print("interrupted: the results are those of the last line")
+        show(f"interrupted: the results are those of step {history[-1]['timesteps'].mean():,.0f}")
 
-    arrays = play_greedily(runs_and_copies, state), state.q_table
-    greedy_steps, q_table = gather(arrays, num_runs)  # (R,), (R, H, W, A)
-    q_tables, steps = np.split(q_table, len(labels)), np.split(greedy_steps, len(labels))
-    tables = [agents.mean(axis=0) for agents in q_tables]
-    for label, table in zip(labels[:MAX_TABLES], tables[:MAX_TABLES], strict=True):
-        print(f"{label}  mean of the agents' tables".strip(), grid_text(table), sep="\n")
-    if len(labels) > MAX_TABLES:
-        print(f"the first {MAX_TABLES} of {len(labels)} tables are shown")
-    for label, *learned in zip(labels, q_tables, steps, strict=True):
-        print(f"{label}  {summary(args, *learned)}".strip())
+    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
+    for label, rows in zip(labels, np.split(np.arange(num_runs), len(labels)), strict=True):
+        text = report(args, {name: values[rows] for name, values in learned.items()})
+        show(f"{label}  {text}".strip())
     results = {
         "args": json.dumps(vars(args)),
-        **runs,
+        **columns,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
         "interrupted": len(history) < args.num_intervals,
-        "timesteps": timesteps[: len(history)],
         **{name: np.stack([line[name] for line in history]) for name in history[0]},  # (K, R)
-        "greedy_steps": greedy_steps,  # inf where the greedy policy never reaches the goal
-        "q_table": q_table,
+        **learned,
     }
-    if args.save:
-        np.savez(args.save, allow_pickle=False, **results)  # an error if one is not an array
-    if args.plot:
-        plot(args.plot, labels[:MAX_TABLES], tables[:MAX_TABLES])
+    if jax.process_index() == 0:
+        if args.save:
+            np.savez(args.save, **results)
+        draw(args, labels, results)
     return results
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # progress appears at once, in a log too
     sys.exit(130 if main()["interrupted"] else 0)
