@@ -11,7 +11,7 @@ from test_consistency import flags
 NOT_A_NUMBER = ["x", "nan", "inf", "-inf", "1e400", "0x10"]
 COUNT = (["1", "1e3"], [*NOT_A_NUMBER, "0", "-1", "0.5", "1e13"])
 FRACTION = (["0", "1", "0.1 0.2 0.3"], [*NOT_A_NUMBER, "-0.1", "1.1", "0.1 x", "0.1 nan 0.2"])
-NOT_A_FILE = ["missing/x{}", "", ".", "x", "x.txt", "missing{}/", "{}", "a{}", "file/x{}", "read{}"]
+NOT_A_FILE = ["missing/x{}", "", ".", "x", "x.txt", "missing{}/", "a{}", "file/x{}", "read{}"]
 FILE = {
     suffix: ([f"./x{suffix}"], [name.format(suffix) for name in NOT_A_FILE])
     for suffix in (".gif", ".png", ".npz")
@@ -29,7 +29,7 @@ VALUES = {
     "--epsilon-decay": (["1e-6", "0.5", "0.99999"], [*FRACTION[1], "0", "0.999999"]),
     "--grid-size": (["8 12", "20 30"], ["8", "x 8", "nan 8", "-8 12", "0 12", "8 12.5", "8 12 1"]),
     "--learning-rate": FRACTION,
-    "--log-interval": (["1", "1e6"], [*COUNT[1], "2e9"]),
+    "--num-intervals": (["1", "1e6"], [*COUNT[1], "2e9"]),
     "--num-envs": (["16", "32"], [*COUNT[1], "1e9"]),
     "--policy": (["random", "rocking"], ["nonsense", "0"]),
     "--seed": (["0", "2e9"], [*NOT_A_NUMBER, "-1", "0.5", "1e10"]),

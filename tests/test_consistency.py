@@ -8,34 +8,30 @@ import sys
 import tomllib
 
 import pytest
-from conftest import ROOT, SCRIPTS, TRIO
+from conftest import LEARNERS, ROOT, SCRIPTS, TRIO
 
 TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
-PARALLEL, REPLAY, DECAY, GRID, CAR, REINFORCE = SCRIPTS
+PARALLEL, REPLAY, DECAY, GRID, REINFORCE, CAR = SCRIPTS
 
 # Functions and classes that differ between scripts: within each group, they are identical.
-# main and parse_args are not listed: they differ everywhere, with the flags and the report.
+# parse_args is not listed: it differs everywhere.
 LEARNED_FROM = [[PARALLEL], [REPLAY, DECAY], [GRID], [REINFORCE]]
+BY_KIND = [TRIO, [GRID], [REINFORCE]]
 DIFFERS = {
+    "main": [LEARNERS, [CAR]],
     "TrainState": LEARNED_FROM,
-    "init_state": [[PARALLEL], [REPLAY, DECAY], [GRID], [CAR], [REINFORCE]],
-    "Step": [[CAR], [REINFORCE]],  # what is kept of a step
-    "play": [[CAR], [REINFORCE]],
+    "init_state": [*LEARNED_FROM, [CAR]],
+    "Step": [[REINFORCE], [CAR]],  # what is kept of a step
+    "play": [[REINFORCE], [CAR]],
     "train_step": LEARNED_FROM,
-    "train_interval": [TRIO, [GRID], [REINFORCE]],  # what is averaged
+    "train_interval": BY_KIND,  # what a progress line shows
     "td_target": [[PARALLEL], [REPLAY, DECAY]],  # the target's weights
     "vector_step": [[PARALLEL, REPLAY], [DECAY]],  # how often actions are random
-    "evaluate": [TRIO, [GRID], [REINFORCE]],  # what is greedy
-    "over_runs": [[*TRIO, CAR, REINFORCE], [GRID]],  # one after the other on a CPU
-    "plot": [TRIO, [GRID], [REINFORCE]],  # runs of REINFORCE differ in their steps
-}
-
-# What differs between flags of one name, apart from their help.
-FLAGS_DIFFER = {
-    "choices": "--env-id",  # REINFORCE takes all of gymnax's environments
-    "type": "--log-interval --num-envs",  # other units, other ranges
-    "default": "--log-interval --num-envs --total-timesteps"  # in those units
-    " --batch-size --epsilon --gamma --learning-rate",  # one for each algorithm
+    "select_action": [TRIO, [GRID]],  # ties
+    "evaluate": BY_KIND,  # what is greedy
+    "report": [[*TRIO, REINFORCE], [GRID]],
+    "draw": BY_KIND,
+    "plot": [[*TRIO, REINFORCE], [GRID]],
 }
 
 
@@ -54,33 +50,43 @@ def flags(name):
     return found
 
 
+def without_docstrings(node):
+    """A syntax tree as text. Comments, line breaks and docstrings do not show."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner):
+            inner.body[0].value.value = ""
+    return ast.dump(node)
+
+
 def test_twins_are_identical_but_for_the_list():
-    """Functions and classes with their comments, cores, and the lines that run a script."""
     found = {}
     for script in SCRIPTS:
         for node in ast.parse(TEXT[script]).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
-                source = "\n".join(TEXT[script].splitlines()[first - 1 : node.end_lineno])
-                found.setdefault(node.name, {}).setdefault(source, []).append(script)
-    groups = {name: list(by_text.values()) for name, by_text in found.items() if len(by_text) > 1}
-    for same in r"CORES = .*\nos.environ.*", r"if __name__ ==[\s\S]*":
+                same = found.setdefault(node.name, {})
+                same.setdefault(without_docstrings(node), []).append(script)
+    groups = {name: [*by_tree.values()] for name, by_tree in found.items() if len(by_tree) > 1}
+    assert len(groups.pop("parse_args")) == len(SCRIPTS)
+    assert groups == DIFFERS
+    for same in r"CORES = .*\n.*NUM_CPU_DEVICES.*\n", r"if __name__ ==.*\n.*MPLBACKEND.*\n":
         assert len({re.search(same, text)[0] for text in TEXT.values()}) == 1
-    assert groups.keys() - DIFFERS.keys() == {"main", "parse_args"}
-    assert {name: groups.get(name) for name in DIFFERS} == DIFFERS
 
 
-def test_flags_are_read_and_shared_ones_agree_but_for_the_list():
-    told = {}
+def test_the_launcher_is_the_same_to_the_letter():
+    [launcher] = {
+        TEXT[script].partition("\n# From here on, all learners")[2] for script in LEARNERS
+    }
+    assert launcher.count("\ndef ") == 6
+
+
+def test_flags_are_read_and_those_of_one_name_have_one_type():
+    types = {}
     for script in SCRIPTS:
         for flag, options in flags(script).items():
             word = flag[2:].replace("-", "_")
-            assert re.search(rf"\bargs\.{word}\b(?! = )", TEXT[script]), f"{script} {flag}"
-            for key in options.keys() - {"help"}:
-                told.setdefault((key, flag), []).append(options[key])
-    differing = {pair for pair, values in told.items() if any(v != values[0] for v in values)}
-    assert differing == {(key, flag) for key in FLAGS_DIFFER for flag in FLAGS_DIFFER[key].split()}
-    assert told["default", "--epsilon"] == [[0.25], [0.25], [0.1]]  # RESULTS.md compares others
+            assert re.search(rf"\b(run|args)\.{word}\b(?! = )", TEXT[script]), f"{script} {flag}"
+            kind = str(options.get("type")).split(" in ")[0], options.get("nargs")
+            assert types.setdefault(flag, kind) == kind, f"{script} {flag}"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

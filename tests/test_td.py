@@ -1,209 +1,249 @@
-"""The three linear learners: replayed step by step in NumPy, and played in Gymnasium."""
+"""The three linear learners: what they do with the transitions that they saw, in NumPy."""
 
-import itertools
-from functools import cache, partial
-from types import SimpleNamespace
+import collections
+import importlib
+from functools import partial
 
 import gymnasium
 import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import adam
+import pytest
+from conftest import TRIO, adam, one_run, watch
 
-import epsilon_decay_td
-import parallel_td
-import replay_td
+close, equal = np.testing.assert_allclose, np.testing.assert_array_equal
+LIMIT, NAMES = 12, [name[:-3] for name in TRIO]
+STATES = {  # the state that Gymnasium has, of an observation
+    "CartPole-v1": lambda obs: obs,
+    "MountainCar-v0": lambda obs: obs,
+    "Acrobot-v1": lambda obs: [np.arctan2(obs[1], obs[0]), np.arctan2(obs[3], obs[2]), *obs[4:]],
+}
 
-equal, close = np.testing.assert_array_equal, np.testing.assert_allclose
 
-
-class Moon(gymnax.environments.CartPole):
-    """A pole with rewards of 3.25 or 4.75, by action. It starts at gravity / 10: at x = 0.5."""
-
-    def reset_env(self, key, params):
-        _, state = super().reset_env(key, params)
-        state = state.replace(x=jnp.asarray(params.gravity / 10))
-        return self.get_obs(state), state
+class Pole(gymnax.environments.CartPole):
+    """A pole with rewards of 3.25 or 4.75, by action; what is observed after its fall is nan."""
 
     def step_env(self, key, state, action, params):
-        obs, state, reward, terminated, info = super().step_env(key, state, action, params)
-        return obs, state, (3.25 + 1.5 * action) * reward, terminated, info
+        obs, state, _, terminated, info = super().step_env(key, state, action, params)
+        return jnp.where(terminated, jnp.nan, obs), state, 3.25 + 1.5 * action, terminated, info
 
 
-MOON, LIMIT, MOON_SCALE = Moon(), 12, [2.0, 3.5, 0.25, 2.5]
-FIRST_WEIGHTS = np.random.default_rng(0).normal(size=(2, 9)).astype(np.float32)
-PARAMS = MOON.default_params.replace(gravity=5.0, max_steps_in_episode=LIMIT)
+class SamePole(Pole):
+    """It always starts in the same state."""
+
+    def reset_env(self, key, params):
+        state = super().reset_env(key, params)[1].replace(x=1.5, x_dot=0.3, theta=0.04)
+        return self.get_obs(state), state.replace(theta_dot=jnp.array(0.1))
 
 
-@cache
-def vectorized(method):
-    return jax.jit(jax.vmap(partial(getattr(MOON, method), params=PARAMS)))
+class Teller(gymnax.environments.CartPole):
+    """An episode is one step, and its return tells where it started."""
+
+    def step_env(self, key, state, action, params):
+        obs, next_state, _, terminated, info = super().step_env(key, state, action, params)
+        return obs, next_state, state.x, terminated, info
 
 
-class Poles:
-    """Four poles of a run, stepped with the random numbers of its key."""
-
-    def __init__(self, run):
-        self.key, key_reset, key_centers = jax.random.split(jax.random.key(run.seed), 3)
-        self.obs, self.env_state = vectorized("reset")(jax.random.split(key_reset, 4))
-        self.centers = np.array(jax.random.uniform(key_centers, (4, 9), float, -1, 1), float)
-        self.sigma, self.totals, self.returns, self.ends = run.sigma, np.zeros(4), [], set()
-
-    def features(self, obs):
-        """Features (F,) of one observation (D,), in float64."""
-        distance = np.array(obs, float) / MOON_SCALE - self.centers.T
-        return np.exp(-(distance**2).sum(axis=1) / (2 * self.sigma**2))
-
-    def step(self, weights, epsilon):
-        """Return (obs, action, reward, next_obs, terminated) of each. Note ended episodes."""
-        self.key, key_explore, key_action, key_step = jax.random.split(self.key, 4)
-        explore = np.asarray(jax.random.uniform(key_explore, 4)) < epsilon
-        greedy = [np.argmax(weights @ self.features(obs)) for obs in self.obs]
-        action = np.where(explore, jax.random.randint(key_action, 4, 0, 2), greedy)
-        keys = jax.random.split(key_step, 4)
-        before, stepped = self.obs, vectorized("step")(keys, self.env_state, action)
-        self.obs, self.env_state, reward, terminated, truncated, info = stepped
-        self.totals += np.array(reward)
-        done = np.array(terminated | truncated)
-        self.returns.append(self.totals[done])
-        self.totals[done] = 0
-        self.ends |= {*zip(terminated.tolist(), truncated.tolist(), strict=True)}
-        columns = before, action, reward, info["final_observation"], terminated
-        return list(zip(*map(np.asarray, columns), strict=True))
-
-    def greedy_returns(self, weights):
-        """Returns of six greedy episodes in Gymnasium. They start as gymnax's wrapper does."""
-        keys = jnp.stack([jax.random.split(key)[0] for key in jax.random.split(self.key, 6)])
-        env = gymnasium.make("CartPole-v1", max_episode_steps=LIMIT)
-        env.unwrapped.gravity, returns = 5.0, [0] * 6
-        for i, obs in enumerate(np.array(vectorized("reset")(keys)[0], float)):
-            env.reset()
-            env.unwrapped.state, over = obs, [False]
-            while not any(over):
-                action = np.argmax(weights @ self.features(obs))
-                obs, _, *over, _ = env.step(action)
-                returns[i] += 3.25 + 1.5 * action
-        return returns
+@pytest.fixture(params=NAMES)
+def td(request):
+    return importlib.import_module(request.param)
 
 
-def semi_gradient(gamma, features, weights, next_weights, batch):
-    """Gradient (A, F) of half the mean squared TD error; mean size of that error, Q-value, loss."""
-    grad, errors, taken = np.zeros(weights.shape), [], []
-    for obs, action, reward, next_obs, terminated in batch:
-        target = reward if terminated else reward + gamma * max(next_weights @ features(next_obs))
-        taken.append(weights[action] @ features(obs))
-        errors.append(target - taken[-1])
-        grad[action] -= errors[-1] * features(obs) / len(batch)
-    return grad, np.mean(np.abs(errors)), np.mean(taken), np.mean(np.square(errors)) / 2
+def use(monkeypatch, td, env, limit=LIMIT):
+    params = env.default_params.replace(max_steps_in_episode=limit)
+    monkeypatch.setattr(td, "make_env", lambda env_id: (env, params))
 
 
-def learn_in_parallel(run):
-    """Twelve updates, each from three steps of four poles. Three updates make a line."""
-    poles, weights, moments, means = Poles(run), FIRST_WEIGHTS.astype(float), (0.0, 0.0), []
-    for count in range(12):
-        batch = [row for _ in range(3) for row in poles.step(weights, run.epsilon)]
-        grad, *mean = semi_gradient(run.gamma, poles.features, weights, weights, batch)
-        rate = run.learning_rate * (1 - count / 12)
-        weights, moments = adam(weights, moments, grad, count, rate)
-        means.append(mean)
-    return poles, weights, curves(poles, means, num_lines=4)
+def rows(transitions):
+    """Transitions, one by one, as [obs, action, reward, next_obs, terminated]."""
+    return list(zip(*map(np.asarray, transitions), strict=True))
 
 
-def learn_from_the_past(run, epsilons):
-    """35 steps, each followed by an update from ten stored transitions. Seven make a line.
+def name(row):
+    """What tells a transition from all others."""
+    return b"".join(np.float32(column).tobytes() for column in row)
 
-    The ring has 38 places, so the tenth step overwrites the oldest two of the first.
+
+def features(run, centers, obs):
+    scaled = np.asarray(obs, float) / [2.4, 3.0, 0.2, 3.0]
+    return np.exp(-np.sum((scaled[:, None] - centers) ** 2, axis=0) / (2 * run.sigma**2))
+
+
+def with_weights(state, weights):
+    return state._replace(params=state.params | {"weights": jnp.array(weights, jnp.float32)})
+
+
+@pytest.mark.parametrize("env_id", STATES)
+def test_transitions_are_those_of_gymnasium(td, env_id, monkeypatch):
+    """Observed before the reset; terminated where the task says so, and not at the time limit."""
+    use(monkeypatch, td, gymnax.make(env_id)[0], limit=30)
+    flags = f"--env-id {env_id} --num-envs 8 --num-centers 3 --seed 1"
+    run = one_run(td, flags, epsilon=1.0, start_e=1.0)
+    state, step = td.init_state(run), partial(td.vector_step, run)
+    _, (seen, _) = jax.jit(lambda state: jax.lax.scan(step, state, length=70))(state)  # (T, N)
+    env, time, ends = gymnasium.make(env_id).unwrapped, np.zeros(8, int), set()
+    for t, j in np.ndindex(69, 8):
+        env.reset()
+        obs, action, reward, next_obs, terminated = (np.asarray(column)[t, j] for column in seen)
+        env.state = np.array(STATES[env_id](obs.astype(float)))
+        expected, paid, falls, _, _ = env.step(int(action))
+        close(next_obs, expected, atol=1e-4)
+        assert (reward, terminated) == (paid, falls)
+        time[j] += 1
+        over = bool(terminated) or time[j] == 30
+        assert over == np.any(next_obs != np.asarray(seen.obs)[t + 1, j])
+        time[j] *= not over
+        ends.add((over, bool(terminated)))
+    assert ends >= {(True, False), (True, True)} or env_id != "CartPole-v1"
+
+
+def test_learning_is_semi_gradient_q_learning_on_what_was_seen(td, monkeypatch):
+    """Batches, targets, gradients, Adam and its schedule, the average, what progress lines show.
+
+    All weights are random at first, since from 0 a gradient through the target would not be seen.
     """
-    poles, weights, moments, means = Poles(run), FIRST_WEIGHTS.astype(float), (0.0, 0.0), []
-    average, stored = 0 * weights, []
-    for count in range(35):
-        stored = [*stored, *poles.step(weights, epsilons[count])][-38:]
-        poles.key, key_batch = jax.random.split(poles.key)
-        first = 4 * (count + 1) - len(stored)  # number of the oldest transition: it is at stored[0]
-        places = jax.random.randint(key_batch, 10, 0, len(stored))
-        batch = [stored[(int(place) - first) % 38] for place in places]
-        grad, *mean = semi_gradient(run.gamma, poles.features, weights, average, batch)
-        rate = run.learning_rate * (1 - count / 35)
-        weights, moments = adam(weights, moments, grad, count, rate)
-        average = average + run.tau * (weights - average)
-        means.append(mean)
-    return poles, weights, curves(poles, means, num_lines=5)
+    use(monkeypatch, td, Pole())
+    on_line = td.__name__ == "parallel_td"
+    updates, size, total = (12, 12, 144) if on_line else (40, 10, 160)
+    flags = "--num-envs 4 --num-centers 9 --batch-size 10 --num-intervals 2 --seed 3"
+    own = {"learning_rate": 0.3, "gamma": 0.8, "sigma": 0.7, "tau": 0.3, "epsilon": 0.5}
+    run, calls = (
+        one_run(td, f"{flags} --total-timesteps {total}", **own),
+        watch(monkeypatch, td, "td_loss"),
+    )
+    state, weights = td.init_state(run), np.random.default_rng(0).normal(size=(2, 9))
+    centers = np.asarray(state.params["centers"], float)
+    assert len(np.unique(centers)) == 36 and -1 < centers.min() < -0.7 < 0.7 < centers.max() < 1
+    assert not np.any(state.params["weights"])
+    state = with_weights(state, weights)
+    average, moments, count, seen, ended = 0 * weights, (0.0, 0.0), 0, {}, [[]]
+    for _ in range(2):
+        calls.clear()
+        state, metrics = jax.jit(partial(td.train_interval, run))(state)
+        jax.effects_barrier()
+        errors, values = [], []
+        for (_, batch, targets), _ in calls:
+            behind, gradient = weights if on_line else average, np.zeros((2, 9))
+            for row, target in zip(rows(batch), targets, strict=True):
+                obs, action, reward, next_obs, terminated = row
+                best = 0 if terminated else max(behind @ features(run, centers, next_obs))
+                close(target, reward + 0.8 * best, rtol=1e-3, atol=1e-3)
+                phi = features(run, centers, obs)
+                values.append(weights[action] @ phi)
+                errors.append(target - values[-1])
+                gradient[action] -= errors[-1] * phi / size
+            step, moments = adam(moments, gradient, count, 0.3 * (1 - count / updates))
+            weights, count = weights + step, count + 1
+            average = average + 0.3 * (weights - average)
+        close(state.params["weights"], weights, atol=2e-3)
+        close(metrics["td_error"], np.mean(np.abs(errors)), rtol=1e-3)
+        close(metrics["q_value"], np.mean(values), rtol=1e-3, atol=1e-3)
+        # All transitions so far, by their first observation.
+        held = [call[0][1] for call in calls] if on_line else [state.buffer]
+        seen |= {row[0].tobytes(): row for part in held for row in rows(part) if np.any(row[0])}
+        ended.append(returns_of_ended_episodes(seen))
+        close(
+            metrics["returns"],
+            (sum(ended[-1]) - sum(ended[-2])) / (len(ended[-1]) - len(ended[-2])),
+            rtol=1e-5,
+        )
+        assert metrics["timesteps"] == total / 2
+    assert (len(seen), count) == (total, updates)
+    equal(state.params["centers"], np.float32(centers))
 
 
-def curves(poles, means, num_lines):
-    """What is saved of each line: mean return (nan if no episode ended), TD error, Q-value."""
-    steps = len(poles.returns) // num_lines
-    lines = [np.concatenate(poles.returns[i * steps :][:steps]) for i in range(num_lines)]
-    errors, values, losses = np.reshape(means, (num_lines, -1, 3)).mean(axis=1).T
-    returns = [line.mean() if line.size else np.nan for line in lines]
-    return {"returns": returns, "td_error": errors, "q_value": values, "loss": losses}
+def returns_of_ended_episodes(seen):
+    """Returns of all episodes that ended: a step follows another if it begins where that ended."""
+    later = {row[3].tobytes() for row in seen.values()}
+    returns = []
+    for first in seen.keys() - later:
+        row, rewards = seen[first], []
+        while row is not None:
+            last = row
+            rewards.append(row[2])
+            row = seen.get(row[3].tobytes())
+        if last[4] or len(rewards) == LIMIT:
+            returns.append(sum(rewards))
+    return returns
 
 
-def compare(td, flags, learn, monkeypatch):
-    """A sweep of every flag. Its first and its last run, and two between, are replayed.
-
-    A metric added to td_loss, its value, is saved under its name. Rounding makes 3e-5 of a
-    difference; 1e-3 leaves room for other compilers. Greedy actions are better by 5e-3.
-    """
-    first_state, loss = td.init_state, td.td_loss
-    scale = {"CartPole-v1": [2.4, 3.0, 0.2, 3.0], "MountainCar-v0": [1.2, 0.07]}
-    assert td.OBS_SCALE == scale | {"Acrobot-v1": [1, 1, 1, 1, 6, 12]}
-
-    def init_state(args):
-        # From 0, all actions would have the same value after one step of Adam.
-        state = first_state(args)
-        return state._replace(params=state.params | {"weights": jnp.array(FIRST_WEIGHTS)})
-
-    def td_loss(*call):
-        value, metrics = loss(*call)
-        return value, metrics | {"loss": value}
-
-    monkeypatch.setitem(td.OBS_SCALE, "Moon", MOON_SCALE)
-    monkeypatch.setattr(td, "make_env", lambda _: (MOON, PARAMS))
-    monkeypatch.setattr(td, "init_state", init_state)
-    monkeypatch.setattr(td, "td_loss", td_loss)
-    results = td.main(flags.split())
-    sweep = td.parse_args(flags.split()).swept | {"seed": [9, 10]}
-    runs = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
-    for name in sweep:
-        equal(results[name], [run[name] for run in runs])
-    # If a flag had no effect, at most half of the runs would differ.
-    assert len(np.unique(results["weights"], axis=0)) > len(runs) / 2
-    ends, middle = set(), len(runs) // 3  # runs whose flags have the first, the last value in turn
-    for i in 0, middle, len(runs) - 1 - middle, len(runs) - 1:
-        poles, weights, lines = learn(SimpleNamespace(**runs[i]))
-        for name, curve in lines.items():
-            close(results[name][:, i], curve, rtol=1e-3, err_msg=f"{name} of run {i}")
-        close(results["weights"][i], weights, atol=1e-3, err_msg=f"run {i}")
-        close(results["centers"][i], poles.centers, rtol=1e-6)
-        equal(results["obs_scale"][i], MOON_SCALE)
-        equal(results["greedy_return"][i], poles.greedy_returns(weights))
-        ends |= poles.ends
-    assert ends >= {(True, False), (False, True)}  # terminated, truncated
+@pytest.mark.parametrize("name_of", ["replay_td", "epsilon_decay_td"])
+def test_batches_are_drawn_evenly_from_the_last_transitions(name_of, monkeypatch):
+    """A ring of ten, four steps at a time. Each of those that it holds is as likely."""
+    td = importlib.import_module(name_of)
+    use(monkeypatch, td, Pole())
+    flags = "--num-envs 4 --num-centers 3 --buffer-size 10 --batch-size 20000 --learning-rate 0"
+    run, calls = one_run(td, flags), watch(monkeypatch, td, "td_loss")
+    state, began, step = td.init_state(run), [], jax.jit(partial(td.train_step, run, _=None))
+    for _ in range(7):
+        before, (state, _) = np.asarray(state.obs), step(state)
+        jax.effects_barrier()
+        began += [obs.tobytes() for obs in before]
+        held = [row for row in rows(state.buffer) if np.any(row[0])]
+        firsts = [row[0].tobytes() for row in held]
+        must = began[-8:] if len(began) > 8 else began  # and two of the four before
+        assert len({*firsts}) == len(firsts) == min(len(began), 10)
+        assert {*must} <= {*firsts} <= {*began[-12:]}
+        for row, obs in zip(held, firsts, strict=True):
+            j = began[-4:].index(obs) if obs in began[-4:] else None
+            if j is not None and not row[4]:  # not terminated: time limit, or it goes on from here
+                assert state.env_state.time[j] == 0 or np.all(row[3] == state.obs[j])
+        drawn = collections.Counter(map(name, rows(calls[-1][0][1])))
+        assert drawn.keys() == {*map(name, held)}
+        expected = 20000 / len(held)
+        assert all(abs(times - expected) < 5 * expected**0.5 for times in drawn.values())
 
 
-SIZES = """--env-id Moon --num-envs 4 --batch-size 10 --num-centers 9 --eval-episodes 6 --seed 9
-    --num-seeds 2 --total-timesteps 132 --log-interval 26
-    --learning-rate 0.3 0.05 --gamma 0.8 0.5 --sigma 0.7 1.1"""
-RING = "--tau 0.25 0.6 --buffer-size 38"
+def test_actions_are_random_as_often_as_epsilon_says(td, monkeypatch):
+    """In each of four vector steps of 4,000 cars whose greedy action is 1. Nothing is learned."""
+    flags = "--env-id MountainCar-v0 --num-envs 4000 --num-centers 3 --learning-rate 0"
+    flags += " --batch-size 4000" + " --buffer-size 4000" * (td.__name__ != "parallel_td")
+    own = {"epsilon": 0.6, "start_e": 0.8, "end_e": 0.15, "epsilon_decay": 0.5}
+    run, calls = one_run(td, flags, **own), watch(monkeypatch, td, "td_loss")
+    state, step = (
+        with_weights(td.init_state(run), [[0] * 3, [1] * 3, [0] * 3]),
+        jax.jit(partial(td.train_step, run, _=None)),
+    )
+    for epsilon in [0.8, 0.4, 0.2, 0.15] if td.__name__ == "epsilon_decay_td" else [0.6] * 4:
+        state, metrics = step(state)
+        jax.effects_barrier()
+        action = state.buffer.action if hasattr(state, "buffer") else calls[-1][0][1].action
+        for other in 0, 2:
+            expected = 4000 * epsilon / 3
+            assert abs(np.sum(action == other) - expected) < 5 * expected**0.5
+        close(metrics.get("epsilon", epsilon), epsilon, rtol=1e-6)
 
 
-def test_parallel_td_learns_like_an_independent_replay(monkeypatch):
-    compare(parallel_td, f"{SIZES} --epsilon 0.5 0.2", learn_in_parallel, monkeypatch)
+def test_greedy_returns_are_those_of_gymnasium(td, monkeypatch):
+    """They are not discounted, and end when the task or the time does. All start alike here."""
+    use(monkeypatch, td, SamePole(), limit=15)
+    run = one_run(td, "--num-envs 2 --num-centers 9 --eval-episodes 3")
+    state, env, lengths = td.init_state(run), gymnasium.make("CartPole-v1").unwrapped, set()
+    centers, evaluate = np.asarray(state.params["centers"]), jax.jit(partial(td.evaluate, run))
+    for weights in np.random.default_rng(1).normal(size=(20, 2, 9)):
+        env.reset()
+        obs, total, falls, length = np.array([1.5, 0.3, 0.04, 0.1]), 0, False, 0
+        env.state = obs
+        while not falls and length < 15:
+            action = np.argmax(weights @ features(run, centers, obs))
+            obs, _, falls, _, _ = env.step(action)
+            total, length = total + 3.25 + 1.5 * action, length + 1
+        lengths.add(length)
+        equal(evaluate(with_weights(state, weights))["greedy_return"], [total] * 3)
+    assert {15} < lengths
 
 
-def test_replay_td_learns_like_an_independent_replay(monkeypatch):
-    def learn(run):
-        return learn_from_the_past(run, [run.epsilon] * 35)
-
-    compare(replay_td, f"{SIZES} {RING} --epsilon 0.5 0.2", learn, monkeypatch)
-
-
-def test_epsilon_decay_td_learns_like_an_independent_replay(monkeypatch):
-    def learn(run):
-        epsilons = [max(run.end_e, run.start_e * run.epsilon_decay**t) for t in range(35)]
-        return learn_from_the_past(run, epsilons)
-
-    decay = "--start-e 0.9 0.3 --end-e 0.5 0.2 --epsilon-decay 0.95 0.8"
-    compare(epsilon_decay_td, f"{SIZES} {RING} {decay}", learn, monkeypatch)
+def test_no_two_episodes_of_a_run_or_of_two_runs_start_alike(td, monkeypatch):
+    """Neither in training nor in evaluation."""
+    use(monkeypatch, td, Teller(), limit=1)
+    starts = []
+    for seed in 5, 6:
+        run = one_run(
+            td, "--num-envs 50 --num-centers 3 --eval-episodes 50 --num-intervals 1", seed=seed
+        )
+        state = td.init_state(run)
+        for _ in range(3):
+            starts += [*np.asarray(state.obs[:, 0]), *td.evaluate(run, state)["greedy_return"]]
+            state, _ = jax.jit(partial(td.train_step, run, _=None))(state)
+    assert len({*map(float, starts)}) > 0.99 * len(starts)  # single precision
