@@ -304,7 +304,7 @@ def output(*endings):
     """Make an argparse type: a file that can be written, with one of these endings."""
 
     def parse(path):
-        target = path if os.path.exists(path) else os.path.dirname(path) or "."
+        target = path if os.path.exists(path) else os.path.join(os.path.dirname(path), ".")
         if not path.endswith(endings) or os.path.isdir(path) or not os.access(target, os.W_OK):
             text = f"{path!r} is not a {' or '.join(endings)} file that can be written"
             raise argparse.ArgumentTypeError(text)
