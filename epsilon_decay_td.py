@@ -4,11 +4,14 @@
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
 # ///
-"""Q-learning with decaying exploration: replay_td.py, but epsilon falls during the run.
+r"""Q-learning with decaying exploration: replay_td.py, but epsilon falls during the run.
 
     Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / scale - c_i|^2 / (2 sigma^2))
     target  = r + gamma max_a' Q'(s', a'),    or r if s' is terminal
     epsilon = max(end_e, start_e epsilon_decay^t)    in vector step t = 0, 1, ...
+
+Epsilon falls with every vector step, so it ends higher if a run has fewer of them: with more
+environments, or fewer environment steps.
 
 The features phi are radial basis functions with random centers c_i (Sutton & Barto 2018, section
 9.5.5). A ring buffer keeps the last C transitions (experience replay, Lin 1992). After each vector
@@ -23,6 +26,10 @@ linearly to 0, so that the weights settle; the last weights are the result.
 
     python epsilon_decay_td.py                                                 # one run
     python epsilon_decay_td.py --end-e 0 0.25 --num-seeds 20 --plot curve.png  # forty, on all cores
+    python epsilon_decay_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5 \
+        --learning-rate 0.06 --end-e 0.1
+    python epsilon_decay_td.py --env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 \
+        --learning-rate 0.01 --sigma 0.15 --end-e 0.1
 
 Shapes: R runs, K intervals, U = interval_updates updates, N = num_envs environments,
 C = buffer_size transitions in the buffer, B = batch_size transitions in a batch, E = eval_episodes

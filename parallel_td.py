@@ -18,6 +18,7 @@ linearly to 0, so that the weights settle; the last weights are the result.
 
     python parallel_td.py                                                   # one run
     python parallel_td.py --sigma 0.4 0.5 --num-seeds 20 --plot curve.png   # forty, on all cores
+    python parallel_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5
 
 Shapes: R runs, K intervals, U = interval_updates updates, T = batch_steps steps, N = num_envs
 environments, B = T * N transitions, E = eval_episodes episodes, D observation dimensions,

@@ -12,15 +12,18 @@ Each iteration plays N episodes with the current policy pi, then gives Adam the 
 
 (Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
 and 0 in the padding after it. The baseline b_t is the mean of all N returns to go; an episode that
-has ended counts as 0. Returns stop at the time limit.
+has ended counts as 0. Returns stop at the time limit. However short the episodes are, all are
+simulated up to the time limit.
 
 --sync truncation learns only from the steps before the shortest episode ends. This is biased: later
 rewards do not count. Where every step has the same reward, as in CartPole-v1, all returns are then
 equal, all advantages are 0, and nothing is learned.
 
     python reinforce_parallel.py    # CartPole-v1
+    python reinforce_parallel.py --env-id Acrobot-v1 --num-envs 64 --learning-rate 0.03
+    python reinforce_parallel.py --env-id MountainCarContinuous-v0 --num-envs 64
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --num-iterations 500 \
-        --gamma 0.95 --gif pendulum.gif
+        --gamma 0.98 --gif pendulum.gif
 
 Shapes: R runs, K intervals, U = interval_updates updates, N = num_envs episodes, T steps (the
 time limit), E = eval_episodes episodes, D observation dimensions, H = hidden_size units, A actions,

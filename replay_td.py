@@ -4,7 +4,7 @@
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
 # ///
-"""Q-learning from a replay buffer: parallel_td.py, but updates learn from past transitions.
+r"""Q-learning from a replay buffer: parallel_td.py, but updates learn from past transitions.
 
     Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / scale - c_i|^2 / (2 sigma^2))
     target  = r + gamma max_a' Q'(s', a'),    or r if s' is terminal
@@ -22,6 +22,10 @@ linearly to 0, so that the weights settle; the last weights are the result.
 
     python replay_td.py                                                  # one run
     python replay_td.py --tau 0.01 0.1 --num-seeds 20 --plot curve.png   # forty, on all cores
+    python replay_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5 \
+        --learning-rate 0.06
+    python replay_td.py --env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 \
+        --learning-rate 0.01 --sigma 0.15
 
 Shapes: R runs, K intervals, U = interval_updates updates, N = num_envs environments,
 C = buffer_size transitions in the buffer, B = batch_size transitions in a batch, E = eval_episodes
