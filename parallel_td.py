@@ -166,7 +166,8 @@ def q_values(run, params, obs):
     centers = jax.lax.stop_gradient(params["centers"])  # they stay where they are
     squared_distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,)
     phi = jnp.exp(-squared_distance / (2 * run.sigma**2))  # (F,)
-    return jnp.stack([w_a @ phi for w_a in params["weights"]])  # 1.7 times as fast as weights @ phi
+    # One product for each action: 1.7 times as fast as weights @ phi.
+    return jnp.stack([w_a @ phi for w_a in params["weights"]])
 
 
 def select_action(epsilon, q, uniform):

@@ -19,13 +19,13 @@ import pytest
 from conftest import LEARNERS, ROOT, SCRIPTS, TRIO
 
 RATES, GAMMAS = [0.1, 0.025, 0.05], [0.5, 0.75, 1.0]
-SWEEP = "--learning-rate 0.1 0.025 0.05 --gamma 0.5 0.75 1 --num-seeds 3 --seed 4 --num-intervals 3"
+SWEEP = "--learning-rate 0.1 0.025 0.05 --gamma 0.5 0.75 1 --num-seeds 3 --seed 4 --num-intervals 4"
 TD = f"{SWEEP} --total-timesteps 150 --num-envs 4 --num-centers 9 --eval-episodes 3"
 # All actions are random, so that rounding cannot change them.
 FLAGS = dict.fromkeys(TRIO, f"{TD} --epsilon 1") | {"epsilon_decay_td.py": f"{TD} --end-e 1"}
-FLAGS["gridworld_qlearning.py"] = f"{SWEEP} --total-timesteps 3000 --grid-size 2 3"
+FLAGS["gridworld_qlearning.py"] = f"{SWEEP} --total-timesteps 4000 --grid-size 2 3"
 FLAGS["reinforce_parallel.py"] = (
-    f"{SWEEP} --num-envs 2 --num-iterations 6 --hidden-size 6 --eval-episodes 3"
+    f"{SWEEP} --num-envs 2 --num-iterations 8 --hidden-size 6 --eval-episodes 3"
 )
 each = partial(pytest.mark.parametrize, "name")
 close, equal = (
@@ -97,14 +97,14 @@ def test_each_run_has_its_own_values_and_all_is_printed_drawn_and_saved(
     plot = f"--save {path} --plot {tmp_path / 'x.svg'}"
     results, printed = script.main(f"{FLAGS[name]} {plot}".split()), capsys.readouterr().out
     np.testing.assert_equal(dict(np.load(path)), results)
-    own, learned, lines = by_hand(script, FLAGS[name], 3)
-    timesteps = lines.pop("timesteps").reshape(3, 27, -1).sum(axis=2).cumsum(axis=0)
+    own, learned, lines = by_hand(script, FLAGS[name], 4)
+    timesteps = lines.pop("timesteps").reshape(4, 27, -1).sum(axis=2).cumsum(axis=0)
     equal(results["timesteps"], timesteps)
     compare(results, {**own, **learned, **lines})
     assert not results["interrupted"] and json.loads(results["args"])["gamma"] == GAMMAS
 
     progress = [line for line in printed.splitlines() if "steps/s" in line]
-    assert "27" in printed.splitlines()[0] and len(progress) == 3
+    assert "27" in printed.splitlines()[0] and len(progress) == 4
     for i, line in enumerate(progress):
         assert shown(timesteps[i].mean(), line, slack=0.6)
         assert all(shown(float(jnp.nanmean(values[i])), line) for values in lines.values()), line
@@ -121,11 +121,11 @@ def test_each_run_has_its_own_values_and_all_is_printed_drawn_and_saved(
     drawn = [line.get_xydata() for axes in figures[0].axes for line in axes.get_lines()]
     returns, medians = (
         results["returns"],
-        jnp.nanmedian(results["returns"].reshape(3, 9, 3), axis=2),
+        jnp.nanmedian(results["returns"].reshape(4, 9, 3), axis=2),
     )
     for x, y in [
         *zip(timesteps.T, returns.T, strict=True),
-        *zip(np.median(timesteps.reshape(3, 9, 3), axis=2).T, medians.T, strict=True),
+        *zip(np.median(timesteps.reshape(4, 9, 3), axis=2).T, medians.T, strict=True),
     ]:
         assert any(np.allclose(curve, np.stack([x, y], axis=1), equal_nan=True) for curve in drawn)
 
