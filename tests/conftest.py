@@ -9,8 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 LEARNERS = [*TRIO, "gridworld_qlearning.py", "reinforce_parallel.py"]
@@ -21,10 +19,9 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # reading the cache causes false alarms
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # compile each program once
-    cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # compile each program once
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache.name)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def one_run(script, flags, **own):
@@ -47,10 +44,3 @@ def watch(monkeypatch, script, name):
 
     monkeypatch.setattr(script, name, watched)
     return calls
-
-
-def adam(moments, gradient, count, learning_rate):
-    """What step number `count` (0, 1, ...) of Adam adds to a parameter, and the new moments."""
-    mean, square = 0.9 * moments[0] + 0.1 * gradient, 0.999 * moments[1] + 0.001 * gradient**2
-    scale = np.sqrt(square / (1 - 0.999 ** (count + 1))) + 1e-8
-    return -learning_rate * mean / (1 - 0.9 ** (count + 1)) / scale, (mean, square)

@@ -9,39 +9,51 @@ import os
 import re
 import runpy
 import sys
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 import pytest
 from conftest import LEARNERS, ROOT, SCRIPTS, TRIO
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
-RATES, GAMMAS = [0.1, 0.025, 0.05], [0.5, 0.75, 1.0]
+RATES, GAMMAS, SEEDS, PART = [0.1, 0.025, 0.05], [0.5, 0.75, 1.0], [4, 5, 6], 2**30
 SWEEP = "--learning-rate 0.1 0.025 0.05 --gamma 0.5 0.75 1 --num-seeds 3 --seed 4 --num-intervals 4"
 TD = f"{SWEEP} --total-timesteps 150 --num-envs 4 --num-centers 9 --eval-episodes 3"
 # All actions are random, so that rounding cannot change them.
 FLAGS = dict.fromkeys(TRIO, f"{TD} --epsilon 1") | {"epsilon_decay_td.py": f"{TD} --end-e 1"}
 FLAGS["gridworld_qlearning.py"] = f"{SWEEP} --total-timesteps 4000 --grid-size 2 3"
-FLAGS["reinforce_parallel.py"] = (
-    f"{SWEEP} --num-envs 2 --num-iterations 8 --hidden-size 6 --eval-episodes 3"
-)
-each = partial(pytest.mark.parametrize, "name")
-close, equal = (
-    partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4),
-    np.testing.assert_array_equal,
-)
+SMALL = "--num-envs 2 --num-iterations 8 --hidden-size 6 --eval-episodes 3"
+FLAGS["reinforce_parallel.py"] = f"{SWEEP} {SMALL}"
+FLAGS["mountaincar_env.py"] = "--num-envs 2 --num-episodes 6 --num-intervals 3"
 
 
-def module(name):
-    return importlib.import_module(name[:-3])
+class Output(io.StringIO):
+    """Standard output without `reconfigure`, on which Ctrl-C follows a line of progress."""
+
+    def __init__(self, interrupted):
+        super().__init__()
+        self.line = interrupted
+
+    def write(self, text):
+        super().write(text)
+        if "steps/s" in text and self.getvalue().count("steps/s") == self.line:
+            self.line = None
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_: drawn.append(figure))
+    return drawn
 
 
 def by_hand(script, flags, num_intervals):
     """What each of 27 runs ends with, and its metrics (K, R): its functions, called directly."""
     args = vars(script.parse_args(flags.split()))
-    rate, gamma, seed = np.array([*itertools.product(RATES, GAMMAS, [4, 5, 6])]).T
+    rate, gamma, seed = np.array([*itertools.product(RATES, GAMMAS, SEEDS)]).T
     own = {"learning_rate": rate, "gamma": gamma, "seed": seed.astype(int)}
     first = {key: value[0] for key, value in args.items() if isinstance(value, list)}
 
@@ -55,178 +67,111 @@ def by_hand(script, flags, num_intervals):
     for _ in range(num_intervals):
         state, metrics = train(own, state)
         lines.append(metrics)
-    learned = of_all(script.evaluate)(own, state)
-    return own, learned, {key: np.array([line[key] for line in lines]) for key in lines[0]}
-
-
-def numbers(text):
-    return [float(n.replace(",", "")) for n in re.findall(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?", text)]
+    curves = {key: np.array([line[key] for line in lines]) for key in lines[0]}
+    return {**own, **of_all(script.evaluate)(own, state), **curves}, curves
 
 
 def shown(value, text, slack=6e-3):
     """Whether a number is in a text, to three digits."""
+    numbers = re.findall(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?", text)
     slack = max(slack, 1e-3 * abs(value))
-    return not np.isfinite(value) or any(abs(n - value) <= slack for n in numbers(text))
+    return not np.isfinite(value) or any(
+        abs(float(number.replace(",", "")) - value) <= slack for number in numbers
+    )
 
 
-def compare(results, expected):
-    """Allow for rounding: few greedy actions change, and then few greedy returns."""
-    for key, values in expected.items():
-        if key == "greedy_return":
-            assert np.mean(results[key] == values) > 0.8
-        elif key != "timesteps":
-            close(results[key], values, err_msg=key)
-
-
-@each(LEARNERS)
-def test_each_run_has_its_own_values_and_all_is_printed_drawn_and_saved(
-    name, capsys, monkeypatch, tmp_path
+@pytest.mark.parametrize("num_lines", [4, 2])
+@pytest.mark.parametrize("name", LEARNERS)
+def test_runs_are_as_if_alone_and_what_is_known_is_printed_drawn_and_saved(
+    name, num_lines, figures, monkeypatch, tmp_path
 ):
-    """All 27 runs on the devices there are, each as if alone; a metric of one's own is shown."""
-    script, figures, path = module(name), [], tmp_path / "x.npz"
+    """27 runs, a metric of one's own, counts beyond 32 bits; in whole, or up to Ctrl-C."""
+    script, path = importlib.import_module(name[:-3]), str(tmp_path / "x.npz")
     train_interval = script.train_interval
 
     def with_metric(run, state):
         state, metrics = train_interval(run, state)
-        return state, metrics | {"marker": run.gamma * 1000 + run.seed}
+        own = {"marker": run.gamma * 1000 + run.seed, "timesteps": jnp.full(3, PART)}
+        return state, metrics | own
 
     monkeypatch.setattr(script, "train_interval", with_metric)
-    monkeypatch.setattr(
-        matplotlib.figure.Figure, "savefig", lambda figure, *_: figures.append(figure)
-    )
-    plot = f"--save {path} --plot {tmp_path / 'x.svg'}"
-    results, printed = script.main(f"{FLAGS[name]} {plot}".split()), capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdout", Output(num_lines))
+    flags = f"{FLAGS[name]} --save {path} --plot {tmp_path / 'x.svg'}"
+    results, printed = script.main(flags.split()), sys.stdout.getvalue()
     np.testing.assert_equal(dict(np.load(path)), results)
-    own, learned, lines = by_hand(script, FLAGS[name], 4)
-    timesteps = lines.pop("timesteps").reshape(4, 27, -1).sum(axis=2).cumsum(axis=0)
-    equal(results["timesteps"], timesteps)
-    compare(results, {**own, **learned, **lines})
-    assert not results["interrupted"] and json.loads(results["args"])["gamma"] == GAMMAS
+    expected, curves = by_hand(script, FLAGS[name], num_lines)
+    timesteps = expected["timesteps"] = (
+        3 * PART * np.arange(1, num_lines + 1)[:, None].repeat(27, 1)
+    )
+    returns = expected.pop("greedy_return", np.zeros(1))  # rounding changes some greedy actions
+    assert np.mean(results.get("greedy_return", returns) == returns) > 0.8
+    for key, values in expected.items():
+        np.testing.assert_allclose(results[key], values, 1e-3, 1e-4, err_msg=key)
+    assert results["interrupted"] == (num_lines == 2)
+    assert json.loads(results["args"])["gamma"] == GAMMAS
 
-    progress = [line for line in printed.splitlines() if "steps/s" in line]
-    assert "27" in printed.splitlines()[0] and len(progress) == 4
+    lines = printed.splitlines()
+    progress = [line for line in lines if "steps/s" in line]
+    assert "27" in lines[0] and len(progress) == num_lines and "rate 0.025, gamma 0.75" in printed
+    assert jax.device_count() == 1 or " on 1 x " not in lines[0]
     for i, line in enumerate(progress):
-        assert shown(timesteps[i].mean(), line, slack=0.6)
-        assert all(shown(float(jnp.nanmean(values[i])), line) for values in lines.values()), line
-    assert shown(timesteps[-1].sum() / results["train_seconds"], progress[-1])
-    assert shown(results["compile_seconds"], printed, slack=0.06)
-    assert ("learning_rate 0.025, gamma 0.75" in printed) and figures
-    if name == "gridworld_qlearning.py":
-        images = [axes.images[0].get_array() for axes in figures[0].axes if axes.images]
-        equal(images[3], results["q_table"][9:12].mean(axis=0).max(axis=-1))
+        values = [jnp.nanmean(curve[i]) for key, curve in curves.items() if key != "timesteps"]
+        assert all(shown(float(value), line) for value in [*values, timesteps[i].mean()]), line
+    assert shown(results["timesteps"][-1].sum() / results["train_seconds"], progress[-1])
+    assert shown(results["compile_seconds"], printed, 0.06) and len(figures) == 1
+    axes = figures[0].axes
+    if name == "gridworld_qlearning.py":  # the mean table of the fourth setting
+        image = [one.images[0].get_array() for one in axes if one.images][3]
+        np.testing.assert_array_equal(image, results["q_table"][9:12].mean(axis=0).max(axis=-1))
         return
-    means = results["greedy_return"].mean(axis=1).reshape(9, 3)
-    for text, setting in zip(printed.splitlines()[-9:], means, strict=True):
-        assert shown(setting.mean(), text, 0.06) and shown(setting.min(), text, 0.06)
-    drawn = [line.get_xydata() for axes in figures[0].axes for line in axes.get_lines()]
-    returns, medians = (
-        results["returns"],
-        jnp.nanmedian(results["returns"].reshape(4, 9, 3), axis=2),
-    )
-    for x, y in [
-        *zip(timesteps.T, returns.T, strict=True),
-        *zip(np.median(timesteps.reshape(4, 9, 3), axis=2).T, medians.T, strict=True),
-    ]:
-        assert any(np.allclose(curve, np.stack([x, y], axis=1), equal_nan=True) for curve in drawn)
+    for text, means in zip(lines[-9:], results["greedy_return"].reshape(9, 9), strict=True):
+        worst = means.reshape(3, 3).mean(axis=1).min()
+        assert shown(means.mean(), text, 0.06) and shown(worst, text, 0.06)
+    drawn = [line.get_xydata() for one in axes for line in one.get_lines()]
+    medians = jnp.nanmedian(results["returns"].reshape(num_lines, 9, 3), axis=2)
+    for y in [*results["returns"].T, *medians.T]:
+        curve = np.stack([timesteps[:, 0], y], axis=1)
+        assert any(np.allclose(curve, other, equal_nan=True) for other in drawn)
 
 
-@each(LEARNERS)
-def test_25_settings_can_be_told_apart_or_the_figure_names_a_limit(name, monkeypatch, tmp_path):
-    script, figures = module(name), []
-    monkeypatch.setattr(
-        matplotlib.figure.Figure, "savefig", lambda figure, *_: figures.append(figure)
-    )
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ctrl_c_keeps_nothing_in_a_job_and_what_was_saved_in_the_car(name, monkeypatch, tmp_path):
+    script, flags = importlib.import_module(name[:-3]), f"{FLAGS[name]} --save {tmp_path / 'x.npz'}"
+    if name == "mountaincar_env.py":
+        whole = script.main(flags.split())
+        monkeypatch.setattr(sys, "stdout", Output(2))
+        results = script.main(flags.split())
+        assert results["interrupted"] and results["episodes"][-1] == 4
+        np.testing.assert_array_equal(results["obs"], whole["obs"][:, :4])
+        assert shown(whole["returns"][1], sys.stdout.getvalue().splitlines()[3], 0.06)
+        assert shown(whole["terminations"][1] * 100, sys.stdout.getvalue(), 0.06)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(sys, "stdout", Output(1))
+    with pytest.raises(KeyboardInterrupt):
+        script.main([*flags.split(), "--distributed"])
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_of_25_settings_the_figure_names_those_that_it_shows(name, figures, tmp_path):
+    script, curve = importlib.import_module(name[:-3]), np.arange(50.0).reshape(2, 25)
     args = script.parse_args(["--plot", str(tmp_path / "x.png")])
-    curve = np.arange(50.0).reshape(2, 25)
     results = {"timesteps": curve, "returns": curve, "q_table": np.ones((25, 2, 3, 4))}
     script.draw(args, [f"gamma {i}" for i in range(25)], results)
-    texts = [text.get_text() for text in figures[0].findobj(matplotlib.text.Text)]
-    named = [text for text in texts if "25" in numbers_of(text)]
-    colors = {line.get_color() for axes in figures[0].axes for line in axes.get_lines()}
-    assert named or len(colors) == 25
-
-
-def numbers_of(text):
-    return re.findall(r"\d+", text)
-
-
-class Interrupting(io.StringIO):
-    """Standard output without `reconfigure`, on which Ctrl-C follows a line of progress."""
-
-    def __init__(self, line):
-        super().__init__()
-        self.line = line
-
-    def write(self, text):
-        super().write(text)
-        if self.getvalue().count("steps/s") == self.line and "steps/s" in text:
-            self.line = None
-            raise KeyboardInterrupt
-        return len(text)
-
-
-@each(LEARNERS)
-def test_ctrl_c_keeps_what_the_last_line_shows(name, monkeypatch):
-    script = module(name)
-    monkeypatch.setattr(sys, "stdout", Interrupting(2))
-    results = script.main(FLAGS[name].split())
-    printed = sys.stdout.getvalue()
-    _, learned, lines = by_hand(script, FLAGS[name], 2)
-    assert results["interrupted"] and len(results["timesteps"]) == 2 == printed.count("steps/s")
-    compare(results, {**learned, **lines})
-
-
-@each(SCRIPTS)
-def test_ctrl_c_in_a_job_fails(name, monkeypatch):
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(sys, "stdout", Interrupting(1))
-    few = "--num-envs 2 --num-episodes 3" if name == "mountaincar_env.py" else FLAGS[name]
-    with pytest.raises(KeyboardInterrupt):
-        module(name).main([*few.split(), "--distributed"])
-
-
-def test_the_car_keeps_the_episodes_of_its_last_line(monkeypatch, tmp_path):
-    car = module("mountaincar_env.py")
-    flags = f"--num-envs 3 --num-episodes 6 --num-intervals 3 --save {tmp_path / 'x.npz'}".split()
-    complete = car.main(flags)
-    monkeypatch.setattr(sys, "stdout", Interrupting(2))
-    results = car.main(flags)
-    assert results["interrupted"] and results["obs"].shape[1] == results["episodes"][-1] == 4
-    equal(results["obs"], complete["obs"][:, :4])
+    assert any("25" in text.get_text() for text in figures[0].findobj(Text))
 
 
 def test_intervals_are_equal_and_overshoot_by_less_than_one():
-    td, reinforce = module("parallel_td.py"), module("reinforce_parallel.py")
-    for flags, updates in (
-        ("--total-timesteps 100", 7),
-        ("--total-timesteps 336", 22),
-        ("--num-envs 32 --batch-size 40", 3125),
-    ):
-        assert td.parse_args(flags.split()).num_updates in (updates, 3140)
-    assert reinforce.parse_args("--num-iterations 21".split()).num_updates == 22
+    td = importlib.import_module("parallel_td")
+    for flags, updates in ("--total-timesteps 100", 7), ("--total-timesteps 336", 22):
+        assert td.parse_args(flags.split()).num_updates == updates
+    args = td.parse_args("--num-envs 6 --batch-size 16 --total-timesteps 100".split())
+    assert (args.num_intervals, args.interval_timesteps) == (6, 18)
 
 
-def test_counts_beyond_32_bits_are_added_up(monkeypatch, capsys):
-    """As REINFORCE reports them: in parts, each of which 32 bits can hold."""
-    script = module("gridworld_qlearning.py")
-    train_interval = script.train_interval
-
-    def many(run, state):
-        state, metrics = train_interval(run, state)
-        return state, metrics | {"timesteps": jnp.full(3, 2**30)}
-
-    monkeypatch.setattr(script, "train_interval", many)
-    results = script.main("--total-timesteps 2000 --num-intervals 2".split())
-    equal(results["timesteps"][:, 0], [3 * 2**30, 6 * 2**30])
-    assert "6,442,450,944" in capsys.readouterr().out
-
-
-@each(SCRIPTS)
-def test_a_module_of_that_name_runs_with_any_output_and_leaves_a_backend_alone(name, monkeypatch):
-    """Output has no `reconfigure`. An import changes no backend; a command needs no screen."""
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_import_changes_no_backend_and_a_command_needs_no_screen(name, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "svg")
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.setattr(sys, "argv", [name, "--num-seeds", "0"])
+    monkeypatch.setattr(sys, "argv", [name, "--seed", "-1"])
     runpy.run_path(str(ROOT / name))
     assert os.environ["MPLBACKEND"] == "svg"
     with pytest.raises(SystemExit):
@@ -234,9 +179,7 @@ def test_a_module_of_that_name_runs_with_any_output_and_leaves_a_backend_alone(n
     assert os.environ["MPLBACKEND"] == "agg"
 
 
-@each([name for name in LEARNERS if name != "gridworld_qlearning.py"])
+@pytest.mark.parametrize("name", LEARNERS)
 def test_no_traced_value_leaks(name):
     with jax.checking_leaks():
-        script = module(name)
-        own, *_ = by_hand(script, FLAGS[name], 1)
-    assert len(own["seed"]) == 27
+        by_hand(importlib.import_module(name[:-3]), FLAGS[name], 1)

@@ -1,4 +1,4 @@
-"""reinforce_parallel.py: episodes against Gymnasium, gradients by enumeration and in NumPy."""
+"""reinforce_parallel.py: episodes against Gymnasium, gradients by enumeration and by formula."""
 
 import itertools
 from functools import partial
@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import gymnasium
 import gymnax
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from conftest import adam, one_run, watch
+from conftest import one_run, watch
 from gymnax.environments import spaces
-from scipy.special import log_softmax, softmax
+from scipy.special import softmax
 from scipy.stats import kstest, norm
 
 import reinforce_parallel as rp
@@ -20,67 +22,61 @@ close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)  # sums in sin
 RNG = np.random.default_rng(0)
 
 
-def random_params(inputs, hidden, outputs, continuous=False):
-    shapes = {"w0": (inputs, hidden), "b0": hidden, "w1": (hidden, outputs), "b1": outputs}
-    shapes |= {"log_std": outputs} if continuous else {}
+def some_params(outputs, **more):
+    shapes = {"w0": (3, 8), "b0": 8, "w1": (8, outputs), "b1": outputs, **more}
     return {name: RNG.normal(size=shape) / 2 for name, shape in shapes.items()}
 
 
 def forward(params, obs):
-    return np.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
+    return jnp.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
 
 
-def numpy_loss(gamma, params, episodes):
-    """Its slopes are minus the estimate of the policy gradient. The baseline leaves one out."""
-    obs, action, reward, mask = episodes
-    output, size = forward(params, obs), len(reward)
-    if "log_std" in params:
-        log_pi = norm.logpdf(action, output, np.exp(params["log_std"])).sum(axis=2)
-    else:
-        log_pi = np.sum(np.eye(output.shape[2])[action] * log_softmax(output, axis=2), axis=2)
+def gradient(gamma, params, episodes):
+    """Minus the estimate of the policy gradient; the baseline of an episode is of the others."""
+    obs, action, reward, mask = map(np.asarray, episodes)
     later = np.subtract.outer(*[np.arange(mask.shape[1])] * 2)
     returns = np.where(mask, reward, 0) @ np.tril(gamma ** np.maximum(later, 0))  # to go
+    size = len(mask)
     others = [np.delete(returns, i, axis=0).mean(axis=0) for i in range(size)]
-    return (1 - size) / size**2 * np.sum((returns - others) * log_pi, where=mask)
 
+    def loss(params):
+        output = forward(params, obs)
+        if "log_std" in params:
+            scaled = (action - output) / jnp.exp(params["log_std"])
+            log_pi = -jnp.sum(scaled**2 / 2 + params["log_std"], axis=2)
+        else:
+            logits = output - jax.nn.logsumexp(output, axis=2, keepdims=True)
+            log_pi = jnp.sum(np.eye(output.shape[2])[action] * logits, axis=2)
+        return (1 - size) / size**2 * jnp.sum((returns - others) * log_pi, where=mask)
 
-def numpy_gradient(gamma, params, episodes):
-    """Central differences."""
-    gradient = {name: np.zeros(value.shape) for name, value in params.items()}
-    for name, slopes in gradient.items():
-        for place, step in itertools.product(np.ndindex(slopes.shape), [1e-5, -1e-5]):
-            moved = {**params, name: params[name].copy()}
-            moved[name][place] += step
-            slopes[place] += numpy_loss(gamma, moved, episodes) / (2 * step)
-    return gradient
+    return jax.grad(loss)(params)
 
 
 def test_actions_are_as_likely_as_their_log_probabilities_say():
     keys, obs = jax.random.split(jax.random.key(0), 20000), RNG.normal(size=3)
-    params = random_params(3, 8, 4)
-    p, draw = softmax(forward(params, obs)), jax.vmap(rp.sample, (None, None, 0))
+    params, draw = some_params(4), jax.vmap(rp.sample, (None, None, 0))
+    p = softmax(forward(params, obs))
     counts = np.bincount(draw(params, obs, keys), minlength=4)
     assert np.all(np.abs(counts - 20000 * p) < 5 * np.sqrt(20000 * p * (1 - p)))
     close([rp.log_prob(params, obs, action) for action in range(4)], np.log(p))
     assert rp.greedy_action(params, obs) == p.argmax()
-    params = random_params(3, 8, 2, continuous=True)
+    params = some_params(2, log_std=2)
     mean, std = forward(params, obs), np.exp(params["log_std"])
     noise = (np.asarray(draw(params, obs, keys)) - mean) / std
     assert all(kstest(column, norm.cdf).statistic < 2.5 / 20000**0.5 for column in noise.T)
     assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / 20000**0.5
-    close(rp.log_prob(params, obs, mean + np.array([1, -2])), norm.logpdf([1, -2], 0, std).sum())
+    other = mean + np.array([1, -2])
+    close(rp.log_prob(params, obs, other), norm.logpdf(other, mean, std).sum())
     close(rp.greedy_action(params, obs), mean)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
 def test_actions_have_the_bounds_and_the_shape_of_their_space(shape):
     low, high = np.full(shape, -1.0), np.full(shape, 3.0)
-    size = low.size
-    for inside, outside in (-2, -1), (-1, -1), (0.5, 2), (7, 3):
-        for space in spaces.Box(low, high, shape), spaces.Box(-1.0, 3.0, shape):
-            action = rp.to_bounds(space, np.full(size, inside))
-            assert action.shape == shape
-            close(action, np.full(shape, outside))
+    for space in spaces.Box(low, high, shape), spaces.Box(-1.0, 3.0, shape):
+        for inside, outside in (-2, -1), (-1, -1), (0.5, 2), (7, 3):
+            close(rp.to_bounds(space, np.full(low.size, inside)), np.full(shape, outside))
+            assert rp.to_bounds(space, np.full(low.size, inside)).shape == shape
 
 
 def test_actions_that_it_cannot_choose_are_refused(monkeypatch, capsys):
@@ -116,45 +112,20 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
     close(-probability[three].prod(axis=1) @ slopes, exact * 2 / 3)
 
 
-def test_gradient_of_a_gaussian_policy_is_that_of_numpy():
-    """Episodes of 1, 3 and 4 steps, two actions, a standard deviation that learns, too."""
-    params = random_params(3, 8, 2, continuous=True)
+def test_gradient_of_a_gaussian_policy_and_no_advantage_of_equal_rewards():
+    """Episodes of 1, 3 and 4 steps. A rounding error in equal ones would give Adam full steps."""
+    params, run = some_params(2, log_std=2), SimpleNamespace(gamma=0.5)
     obs, action, reward = (RNG.normal(size=shape) for shape in [(3, 4, 3), (3, 4, 2), (3, 4)])
     episodes = rp.Step(obs, action, reward, np.arange(4) < np.array([[1], [3], [4]]))
-    gradient = jax.grad(partial(rp.policy_loss, SimpleNamespace(gamma=0.5)))(params, episodes)
-    jax.tree.map(close, gradient, numpy_gradient(0.5, params, episodes))
-
-
-def test_equal_rewards_of_equally_long_episodes_have_no_advantage():
-    """--sync truncation learns nothing from them: a rounding error would give Adam full steps."""
-    episodes = rp.Step(obs=None, action=None, reward=np.full((7, 99), 0.1), mask=np.ones((7, 99)))
-    assert not jax.jit(partial(rp.advantages, SimpleNamespace(gamma=0.99)))(episodes).any()
-
-
-class Pole(gymnax.environments.CartPole):
-    """A pole with rewards of 3.25 or 4.75, by action."""
-
-    def step_env(self, key, state, action, params):
-        obs, state, _, terminated, info = super().step_env(key, state, action, params)
-        return obs, state, 3.25 + 1.5 * action, terminated, info
-
-
-POLE = Pole(), Pole().default_params.replace(max_steps_in_episode=40)
-
-
-def check_episode(episode, params=None):
-    """Gymnasium plays the actions from the first observation; they are greedy if params say so."""
-    env = gymnasium.make("CartPole-v1").unwrapped
-    env.reset()
-    env.state, over = np.array(episode.obs[0], float), False
-    for obs, action, reward, mask in zip(*map(np.asarray, episode), strict=True):
-        assert mask != over
-        if over:
-            continue
-        close(obs, env.state)
-        assert reward == 3.25 + 1.5 * action
-        assert params is None or action == np.argmax(forward(params, obs))
-        over = env.step(int(action))[2]
+    jax.tree.map(
+        close,
+        jax.grad(partial(rp.policy_loss, run))(params, episodes),
+        gradient(0.5, params, episodes),
+    )
+    equal = rp.Step(
+        obs=None, action=None, reward=np.full((7, 99), 0.1), mask=np.ones((7, 99), bool)
+    )
+    assert not jax.jit(partial(rp.advantages, SimpleNamespace(gamma=0.99)))(equal).any()
 
 
 def test_pendulums_torque_is_the_action_scaled_and_clipped():
@@ -174,14 +145,26 @@ def test_pendulums_torque_is_the_action_scaled_and_clipped():
     close(episodes.reward, -cost, rtol=1e-3)  # near the top, the angle loses digits
 
 
+def check_episode(episode, params=None):
+    """Gymnasium plays the actions from the first observation; they are greedy if params say so."""
+    env = gymnasium.make("CartPole-v1").unwrapped
+    env.reset()
+    env.state, over = np.array(episode.obs[0], float), False
+    for obs, action, reward, mask in zip(*map(np.asarray, episode), strict=True):
+        assert mask != over
+        if mask:
+            close(obs, env.state)
+            assert reward == 1 and (params is None or action == np.argmax(forward(params, obs)))
+            over = env.step(int(action))[2]
+
+
 @pytest.mark.parametrize("sync", ["padding", "truncation"])
 def test_learning_is_reinforce_on_the_episodes_that_were_played(sync, monkeypatch):
     """Gradients, Adam and its schedule, what progress lines show, and then greedy episodes."""
-    monkeypatch.setattr(rp, "make_env", lambda _: POLE)
-    calls, plays = watch(monkeypatch, rp, "advantages"), []
-    flags = f"--num-iterations 8 --num-intervals 2 --num-envs 5 --hidden-size 8 --sync {sync}"
-    run = one_run(rp, f"{flags} --eval-episodes 5", learning_rate=0.05, gamma=0.9, seed=7)
-    play, starts = rp.play, []
+    env, env_params = rp.make_env("CartPole-v1")
+    env_params = env_params.replace(max_steps_in_episode=40)
+    monkeypatch.setattr(rp, "make_env", lambda _: (env, env_params))
+    calls, plays, play, starts = watch(monkeypatch, rp, "advantages"), [], rp.play, set()
 
     def watched_play(run, params, key, greedy=False):
         episode, states = play(run, params, key, greedy)
@@ -189,54 +172,45 @@ def test_learning_is_reinforce_on_the_episodes_that_were_played(sync, monkeypatc
         return episode, states
 
     monkeypatch.setattr(rp, "play", watched_play)
-    state, moments, count = rp.init_state(run), None, 0
-    params = {name: np.array(value, float) for name, value in state.params.items()}
-    moments = dict.fromkeys(params, (0.0, 0.0))
+    flags = f"--num-iterations 8 --num-intervals 2 --num-envs 5 --hidden-size 8 --sync {sync}"
+    run = one_run(rp, f"{flags} --eval-episodes 5", learning_rate=0.05, gamma=0.9, seed=7)
+    state = rp.init_state(run)
+    params = dict(state.params)
+    adam = optax.adam(lambda count: 0.05 * (1 - count / 8))
+    moments = adam.init(params)
     for _ in range(2):
         calls.clear(), plays.clear()
         state, metrics = jax.jit(partial(rp.train_interval, run))(state)
         jax.effects_barrier()
         assert (len(calls), len(plays)) == (4, 20)
-        for ((episodes,), _), whole in zip(calls, np.split(np.arange(20), 4), strict=True):
-            episodes = rp.Step(*map(np.asarray, episodes))
-            lengths = sorted(plays[i].mask.sum() for i in whole)
-            shown = sorted(episodes.mask.sum(axis=1))
-            assert shown == (lengths if sync == "padding" else [lengths[0]] * 5)
-            for name, slopes in numpy_gradient(0.9, params, episodes).items():
-                step, moments[name] = adam(moments[name], slopes, count, 0.05 * (1 - count / 8))
-                params[name] += step
-            count += 1
+        for i, ((episodes,), _) in enumerate(calls):
+            lengths = sorted(episode.mask.sum() for episode in plays[5 * i : 5 * i + 5])
+            cut = lengths if sync == "padding" else [lengths[0]] * 5
+            assert sorted(episodes.mask.sum(axis=1)) == cut
+            steps, moments = adam.update(gradient(0.9, params, rp.Step(*episodes)), moments)
+            params = optax.apply_updates(params, steps)
         jax.tree.map(partial(close, atol=5e-3), dict(state.params), params)
-        params = {name: np.array(value, float) for name, value in state.params.items()}
-        returns = [np.sum(episode.reward, where=episode.mask) for episode in plays]
-        close(metrics["returns"], np.mean(returns))
+        close(metrics["returns"], np.mean([episode.mask.sum() for episode in plays]))
         assert np.sum(metrics["timesteps"]) == sum(episode.mask.sum() for episode in plays)
         for episode in plays:
             check_episode(episode)
-            starts.append(episode.obs[0].tobytes())
+            starts.add(episode.obs[0].tobytes())
     plays.clear()
     greedy = jax.jit(partial(rp.evaluate, run))(state)["greedy_return"]
     jax.effects_barrier()
     for episode in plays:
-        check_episode(episode, params)
-        starts.append(episode.obs[0].tobytes())
-    close(sorted(greedy), sorted(np.sum(e.reward, where=e.mask) for e in plays))
-    assert len({*starts}) == len(starts) == 45
-    assert plays[0].mask.shape == (40,)
+        check_episode(episode, state.params)
+        starts.add(episode.obs[0].tobytes())
+    close(sorted(greedy), sorted(episode.mask.sum() for episode in plays))
+    assert len(starts) == 45 and plays[0].mask.shape == (40,)
 
 
-def test_steps_are_counted_in_parts_below_32_bits():
-    """Traced, not run: 2.3e9 steps in one interval. The launcher adds the parts up."""
-    flags = "--env-id Pendulum-v1 --num-envs 8192 --num-iterations 1400 --num-intervals 1"
-    run = one_run(rp, flags)
-    _, metrics = jax.eval_shape(partial(rp.train_interval, run), rp.init_state(run))
-    assert 8192 * 1400 * 200 / np.prod(metrics["timesteps"].shape, initial=1) < 2**31
-
-
-def test_it_runs_on_all_environments_of_gymnax_but_one():
-    """Traced, not run: shapes and types of observations, actions and rewards."""
+def test_steps_are_counted_in_parts_below_32_bits_on_all_environments_but_one():
+    """Traced, not run: 2.3e9 steps in one interval, which the launcher adds up."""
     for env_id in gymnax.registered_envs:
         if env_id != "MNISTBandit-bsuite":
-            run = one_run(rp, f"--env-id {env_id} --num-envs 2")
-            state = jax.eval_shape(lambda run=run: rp.init_state(run))
-            jax.eval_shape(partial(rp.train_interval, run), state)
+            flags = f"--env-id {env_id} --num-envs 8192 --num-iterations 1400 --num-intervals 1"
+            run = one_run(rp, flags)
+            _, metrics = jax.eval_shape(lambda run=run: rp.train_interval(run, rp.init_state(run)))
+            steps = 8192 * 1400 * int(rp.make_env(env_id)[1].max_steps_in_episode)
+            assert steps / np.prod(metrics["timesteps"].shape, initial=1) < 2**31

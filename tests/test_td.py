@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TRIO, adam, one_run, watch
+from conftest import TRIO, one_run, watch
 
 close, equal = np.testing.assert_allclose, np.testing.assert_array_equal
-LIMIT, NAMES = 12, [name[:-3] for name in TRIO]
+LIMIT, NAMES, STARTS = 12, [name[:-3] for name in TRIO], []
 STATES = {  # the state that Gymnasium has, of an observation
     "CartPole-v1": lambda obs: obs,
     "MountainCar-v0": lambda obs: obs,
@@ -28,21 +28,10 @@ class Pole(gymnax.environments.CartPole):
         obs, state, _, terminated, info = super().step_env(key, state, action, params)
         return jnp.where(terminated, jnp.nan, obs), state, 3.25 + 1.5 * action, terminated, info
 
-
-class SamePole(Pole):
-    """It always starts in the same state."""
-
-    def reset_env(self, key, params):
-        state = super().reset_env(key, params)[1].replace(x=1.5, x_dot=0.3, theta=0.04)
-        return self.get_obs(state), state.replace(theta_dot=jnp.array(0.1))
-
-
-class Teller(gymnax.environments.CartPole):
-    """An episode is one step, and its return tells where it started."""
-
-    def step_env(self, key, state, action, params):
-        obs, next_state, _, terminated, info = super().step_env(key, state, action, params)
-        return obs, next_state, state.x, terminated, info
+    def reset(self, key, params):
+        obs, state = super().reset(key, params)
+        jax.debug.callback(lambda obs: STARTS.append(np.array(obs)), obs)
+        return obs, state
 
 
 @pytest.fixture(params=NAMES)
@@ -60,11 +49,6 @@ def rows(transitions):
     return list(zip(*map(np.asarray, transitions), strict=True))
 
 
-def name(row):
-    """What tells a transition from all others."""
-    return b"".join(np.float32(column).tobytes() for column in row)
-
-
 def features(run, centers, obs):
     scaled = np.asarray(obs, float) / [2.4, 3.0, 0.2, 3.0]
     return np.exp(-np.sum((scaled[:, None] - centers) ** 2, axis=0) / (2 * run.sigma**2))
@@ -72,6 +56,13 @@ def features(run, centers, obs):
 
 def with_weights(state, weights):
     return state._replace(params=state.params | {"weights": jnp.array(weights, jnp.float32)})
+
+
+def adam(moments, gradient, count, learning_rate):
+    """What step number `count` (0, 1, ...) of Adam adds to a parameter, and the new moments."""
+    mean, square = 0.9 * moments[0] + 0.1 * gradient, 0.999 * moments[1] + 0.001 * gradient**2
+    scale = np.sqrt(square / (1 - 0.999 ** (count + 1))) + 1e-8
+    return -learning_rate * mean / (1 - 0.9 ** (count + 1)) / scale, (mean, square)
 
 
 @pytest.mark.parametrize("env_id", STATES)
@@ -98,6 +89,18 @@ def test_transitions_are_those_of_gymnasium(td, env_id, monkeypatch):
     assert ends >= {(True, False), (True, True)} or env_id != "CartPole-v1"
 
 
+def ended_returns(seen):
+    """Returns of all episodes that ended: a step follows another if it begins where that ended."""
+    later, returns = {row[3].tobytes() for row in seen.values()}, []
+    for first in seen.keys() - later:
+        episode = [seen[first]]
+        while episode[-1][3].tobytes() in seen:
+            episode.append(seen[episode[-1][3].tobytes()])
+        if episode[-1][4] or len(episode) == LIMIT:
+            returns.append(sum(row[2] for row in episode))
+    return returns
+
+
 def test_learning_is_semi_gradient_q_learning_on_what_was_seen(td, monkeypatch):
     """Batches, targets, gradients, Adam and its schedule, the average, what progress lines show.
 
@@ -108,10 +111,8 @@ def test_learning_is_semi_gradient_q_learning_on_what_was_seen(td, monkeypatch):
     updates, size, total = (12, 12, 144) if on_line else (40, 10, 160)
     flags = "--num-envs 4 --num-centers 9 --batch-size 10 --num-intervals 2 --seed 3"
     own = {"learning_rate": 0.3, "gamma": 0.8, "sigma": 0.7, "tau": 0.3, "epsilon": 0.5}
-    run, calls = (
-        one_run(td, f"{flags} --total-timesteps {total}", **own),
-        watch(monkeypatch, td, "td_loss"),
-    )
+    run = one_run(td, f"{flags} --total-timesteps {total}", **own)
+    calls = watch(monkeypatch, td, "td_loss")
     state, weights = td.init_state(run), np.random.default_rng(0).normal(size=(2, 9))
     centers = np.asarray(state.params["centers"], float)
     assert len(np.unique(centers)) == 36 and -1 < centers.min() < -0.7 < 0.7 < centers.max() < 1
@@ -142,56 +143,35 @@ def test_learning_is_semi_gradient_q_learning_on_what_was_seen(td, monkeypatch):
         # All transitions so far, by their first observation.
         held = [call[0][1] for call in calls] if on_line else [state.buffer]
         seen |= {row[0].tobytes(): row for part in held for row in rows(part) if np.any(row[0])}
-        ended.append(returns_of_ended_episodes(seen))
-        close(
-            metrics["returns"],
-            (sum(ended[-1]) - sum(ended[-2])) / (len(ended[-1]) - len(ended[-2])),
-            rtol=1e-5,
-        )
+        ended.append(ended_returns(seen))
+        fresh = sum(ended[-1]) - sum(ended[-2]), len(ended[-1]) - len(ended[-2])
+        close(metrics["returns"], fresh[0] / fresh[1], rtol=1e-5)
         assert metrics["timesteps"] == total / 2
     assert (len(seen), count) == (total, updates)
     equal(state.params["centers"], np.float32(centers))
 
 
-def returns_of_ended_episodes(seen):
-    """Returns of all episodes that ended: a step follows another if it begins where that ended."""
-    later = {row[3].tobytes() for row in seen.values()}
-    returns = []
-    for first in seen.keys() - later:
-        row, rewards = seen[first], []
-        while row is not None:
-            last = row
-            rewards.append(row[2])
-            row = seen.get(row[3].tobytes())
-        if last[4] or len(rewards) == LIMIT:
-            returns.append(sum(rewards))
-    return returns
-
-
-@pytest.mark.parametrize("name_of", ["replay_td", "epsilon_decay_td"])
-def test_batches_are_drawn_evenly_from_the_last_transitions(name_of, monkeypatch):
+@pytest.mark.parametrize("td", NAMES[1:], indirect=True)
+def test_batches_are_drawn_evenly_from_the_last_transitions(td, monkeypatch):
     """A ring of ten, four steps at a time. Each of those that it holds is as likely."""
-    td = importlib.import_module(name_of)
     use(monkeypatch, td, Pole())
     flags = "--num-envs 4 --num-centers 3 --buffer-size 10 --batch-size 20000 --learning-rate 0"
     run, calls = one_run(td, flags), watch(monkeypatch, td, "td_loss")
     state, began, step = td.init_state(run), [], jax.jit(partial(td.train_step, run, _=None))
     for _ in range(7):
-        before, (state, _) = np.asarray(state.obs), step(state)
+        began += [obs.tobytes() for obs in np.asarray(state.obs)]
+        state, _ = step(state)
         jax.effects_barrier()
-        began += [obs.tobytes() for obs in before]
-        held = [row for row in rows(state.buffer) if np.any(row[0])]
-        firsts = [row[0].tobytes() for row in held]
-        must = began[-8:] if len(began) > 8 else began  # and two of the four before
-        assert len({*firsts}) == len(firsts) == min(len(began), 10)
-        assert {*must} <= {*firsts} <= {*began[-12:]}
-        for row, obs in zip(held, firsts, strict=True):
-            j = began[-4:].index(obs) if obs in began[-4:] else None
-            if j is not None and not row[4]:  # not terminated: time limit, or it goes on from here
-                assert state.env_state.time[j] == 0 or np.all(row[3] == state.obs[j])
-        drawn = collections.Counter(map(name, rows(calls[-1][0][1])))
-        assert drawn.keys() == {*map(name, held)}
-        expected = 20000 / len(held)
+        held = {row[0].tobytes(): row for row in rows(state.buffer) if np.any(row[0])}
+        assert len(held) == min(len(began), 10)  # the last eight, and two of the four before
+        assert {*began[-8:]} <= held.keys() <= {*began[-12:]}
+        for j, obs in enumerate(began[-4:]):  # where the new ones led to, if that is not the end
+            ends = held[obs][4] or state.env_state.time[j] == 0
+            assert ends or np.all(held[obs][3] == state.obs[j])
+        batch = rows(calls[-1][0][1])
+        assert all(str(row) == str(held[row[0].tobytes()]) for row in batch[:200])
+        drawn, expected = collections.Counter(row[0].tobytes() for row in batch), 20000 / len(held)
+        assert drawn.keys() == held.keys()
         assert all(abs(times - expected) < 5 * expected**0.5 for times in drawn.values())
 
 
@@ -201,10 +181,8 @@ def test_actions_are_random_as_often_as_epsilon_says(td, monkeypatch):
     flags += " --batch-size 4000" + " --buffer-size 4000" * (td.__name__ != "parallel_td")
     own = {"epsilon": 0.6, "start_e": 0.8, "end_e": 0.15, "epsilon_decay": 0.5}
     run, calls = one_run(td, flags, **own), watch(monkeypatch, td, "td_loss")
-    state, step = (
-        with_weights(td.init_state(run), [[0] * 3, [1] * 3, [0] * 3]),
-        jax.jit(partial(td.train_step, run, _=None)),
-    )
+    step = jax.jit(partial(td.train_step, run, _=None))
+    state = with_weights(jax.jit(lambda: td.init_state(run))(), [[0] * 3, [1] * 3, [0] * 3])
     for epsilon in [0.8, 0.4, 0.2, 0.15] if td.__name__ == "epsilon_decay_td" else [0.6] * 4:
         state, metrics = step(state)
         jax.effects_barrier()
@@ -215,35 +193,30 @@ def test_actions_are_random_as_often_as_epsilon_says(td, monkeypatch):
         close(metrics.get("epsilon", epsilon), epsilon, rtol=1e-6)
 
 
-def test_greedy_returns_are_those_of_gymnasium(td, monkeypatch):
-    """They are not discounted, and end when the task or the time does. All start alike here."""
-    use(monkeypatch, td, SamePole(), limit=15)
-    run = one_run(td, "--num-envs 2 --num-centers 9 --eval-episodes 3")
-    state, env, lengths = td.init_state(run), gymnasium.make("CartPole-v1").unwrapped, set()
-    centers, evaluate = np.asarray(state.params["centers"]), jax.jit(partial(td.evaluate, run))
-    for weights in np.random.default_rng(1).normal(size=(20, 2, 9)):
-        env.reset()
-        obs, total, falls, length = np.array([1.5, 0.3, 0.04, 0.1]), 0, False, 0
-        env.state = obs
-        while not falls and length < 15:
-            action = np.argmax(weights @ features(run, centers, obs))
-            obs, _, falls, _, _ = env.step(action)
-            total, length = total + 3.25 + 1.5 * action, length + 1
-        lengths.add(length)
-        equal(evaluate(with_weights(state, weights))["greedy_return"], [total] * 3)
-    assert {15} < lengths
-
-
-def test_no_two_episodes_of_a_run_or_of_two_runs_start_alike(td, monkeypatch):
-    """Neither in training nor in evaluation."""
-    use(monkeypatch, td, Teller(), limit=1)
-    starts = []
+def test_greedy_returns_are_those_of_gymnasium_and_no_two_starts_are_alike(td, monkeypatch):
+    """They are not discounted, and end when the task or the time does."""
+    use(monkeypatch, td, Pole(), limit=15)
+    env, lengths, starts = gymnasium.make("CartPole-v1").unwrapped, set(), set()
     for seed in 5, 6:
-        run = one_run(
-            td, "--num-envs 50 --num-centers 3 --eval-episodes 50 --num-intervals 1", seed=seed
-        )
+        STARTS.clear()
+        run = one_run(td, "--num-envs 2 --num-centers 9 --eval-episodes 3", seed=seed)
         state = td.init_state(run)
-        for _ in range(3):
-            starts += [*np.asarray(state.obs[:, 0]), *td.evaluate(run, state)["greedy_return"]]
-            state, _ = jax.jit(partial(td.train_step, run, _=None))(state)
-    assert len({*map(float, starts)}) > 0.99 * len(starts)  # single precision
+        centers, evaluate = np.asarray(state.params["centers"]), jax.jit(partial(td.evaluate, run))
+        jax.effects_barrier()
+        assert len(STARTS) == 2
+        for weights in np.random.default_rng(1).normal(size=(10, 2, 9)):
+            starts |= {obs.tobytes() for obs in STARTS}
+            STARTS.clear()
+            returns, expected = evaluate(with_weights(state, weights))["greedy_return"], []
+            jax.effects_barrier()
+            for obs in STARTS:
+                env.reset()
+                env.state, total, falls, length = np.array(obs, float), 0, False, 0
+                while not falls and length < 15:
+                    action = np.argmax(weights @ features(run, centers, env.state))
+                    falls, length = env.step(action)[2], length + 1
+                    total += 3.25 + 1.5 * action
+                expected.append(total)
+                lengths.add(length)
+            equal(np.sort(returns), np.sort(expected))
+    assert {15} < lengths and len(starts) == 2 * (2 + 3)
