@@ -4,7 +4,7 @@
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
 # ///
-r"""REINFORCE on N episodes at a time, of different lengths, padded and masked.
+"""REINFORCE on N episodes at a time, of different lengths, padded and masked.
 
 Each iteration plays N episodes with the current policy pi, then gives Adam the gradient estimate
 
@@ -19,11 +19,10 @@ simulated up to the time limit.
 rewards do not count. Where every step has the same reward, as in CartPole-v1, all returns are then
 equal, all advantages are 0, and nothing is learned.
 
-    python reinforce_parallel.py    # CartPole-v1
-    python reinforce_parallel.py --env-id Acrobot-v1 --num-envs 64 --learning-rate 0.03
+    python reinforce_parallel.py --gif pole.gif    # CartPole-v1
+    python reinforce_parallel.py --env-id Acrobot-v1 --num-envs 64 --learning-rate 0.03 --gamma 0.98
     python reinforce_parallel.py --env-id MountainCarContinuous-v0 --num-envs 64
-    python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --num-iterations 500 \
-        --gamma 0.98 --gif pendulum.gif
+    python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --num-iterations 500
 
 Shapes: R runs, K intervals, U = interval_updates updates, N = num_envs episodes, T steps (the
 time limit), E = eval_episodes episodes, D observation dimensions, H = hidden_size units, A actions,
