@@ -55,6 +55,7 @@ from jax.experimental.multihost_utils import process_allgather
 MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left, up: row, column
 SIGNS = np.array([">", "v", "<", "^"])  # (A,) how a move is printed
 BLOCK = 1000  # steps whose random numbers are drawn at once
+MAX_PANELS = 4  # settings in a figure
 
 
 def parse_args(argv=None):
@@ -229,9 +230,6 @@ def plot(path, labels, tables):
             axes.quiver(column, row, to_right, down, angles="xy", pivot="mid", color="white")
         axes.set_title(label)
     figure.savefig(path)
-
-
-MAX_PANELS = 4  # more would be small
 
 
 def vectorize(function):

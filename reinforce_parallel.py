@@ -65,6 +65,7 @@ WITH_PICTURES = (
     " Asterix-MinAtar Breakout-MinAtar Freeway-MinAtar Seaquest-MinAtar SpaceInvaders-MinAtar"
     " Pong-misc PointRobot-misc MetaMaze-misc FourRooms-misc"
 ).split()
+MAX_CURVES = 10  # settings in a figure: Matplotlib has ten colors
 
 
 def parse_args(argv=None):
@@ -334,9 +335,6 @@ def plot(path, labels, timesteps, returns):
     axes.set(xlabel="environment steps", ylabel="return of training episodes")
     figure.legend(loc="outside upper center", fontsize="small", title=title)
     figure.savefig(path)
-
-
-MAX_CURVES = 10  # Matplotlib has ten colors that are easy to tell apart
 
 
 def animate(args, params, key):

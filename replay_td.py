@@ -68,6 +68,7 @@ OBS_SCALE = {
     "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: about half the limits
     "MountainCar-v0": [1.2, 0.07],  # length: the left wall; length/step: the top speed
 }
+MAX_CURVES = 10  # settings in a figure: Matplotlib has ten colors
 
 
 def parse_args(argv=None):
@@ -333,7 +334,6 @@ def plot(path, labels, timesteps, returns):
     figure.savefig(path)
 
 
-MAX_CURVES = 10  # Matplotlib has ten colors that are easy to tell apart
 vectorize = jax.vmap  # the runs of a device
 COMPILER_OPTIONS = {  # on a CPU
     "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
