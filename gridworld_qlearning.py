@@ -39,7 +39,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 # A command draws into files, with any backend. In a notebook, the user's backend stays.
 if __name__ == "__main__" and "IPython" not in sys.modules:
     os.environ["MPLBACKEND"] = "agg"
-# Compile loops over up to 500 kB of data into one function: 1.3 times as fast with one agent.
+# Compile loops over up to 500 kB of data into one function: 1.5 times as fast with one agent.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=500000"
 )

@@ -7,18 +7,17 @@ import itertools
 import json
 import os
 import re
-import runpy
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import LEARNERS, ROOT, SCRIPTS, TRIO
+from conftest import LEARNERS, SCRIPTS, TRIO, USER_ENV
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-RATES, GAMMAS, SEEDS, PART = [0.1, 0.025, 0.05], [0.5, 0.75, 1.0], [4, 5, 6], 2**30
+RATES, GAMMAS, PART = [0.1, 0.025, 0.05], [0.5, 0.75, 1.0], 2**30
 SWEEP = "--learning-rate 0.1 0.025 0.05 --gamma 0.5 0.75 1 --num-seeds 3 --seed 4 --num-intervals 4"
 TD = f"{SWEEP} --total-timesteps 150 --num-envs 4 --num-centers 9 --eval-episodes 3"
 # All actions are random, so that rounding cannot change them.
@@ -38,7 +37,7 @@ class Output(io.StringIO):
 
     def write(self, text):
         super().write(text)
-        if "steps/s" in text and self.getvalue().count("steps/s") == self.line:
+        if self.getvalue().count("\n") == 2 + (self.line or 0):  # the line of devices, of compiling
             self.line = None
             raise KeyboardInterrupt
 
@@ -53,7 +52,7 @@ def figures(monkeypatch):
 def by_hand(script, flags, num_intervals):
     """What each of 27 runs ends with, and its metrics (K, R): its functions, called directly."""
     args = vars(script.parse_args(flags.split()))
-    rate, gamma, seed = np.array([*itertools.product(RATES, GAMMAS, SEEDS)]).T
+    rate, gamma, seed = np.array([*itertools.product(RATES, GAMMAS, [4, 5, 6])]).T
     own = {"learning_rate": rate, "gamma": gamma, "seed": seed.astype(int)}
     first = {key: value[0] for key, value in args.items() if isinstance(value, list)}
 
@@ -74,17 +73,13 @@ def by_hand(script, flags, num_intervals):
 def shown(value, text, slack=6e-3):
     """Whether a number is in a text, to three digits."""
     numbers = re.findall(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?", text)
-    slack = max(slack, 1e-3 * abs(value))
-    return not np.isfinite(value) or any(
-        abs(float(number.replace(",", "")) - value) <= slack for number in numbers
-    )
+    off = [abs(float(number.replace(",", "")) - value) for number in numbers]
+    return not np.isfinite(value) or min(off) <= max(slack, 1e-3 * abs(value))
 
 
 @pytest.mark.parametrize("num_lines", [4, 2])
 @pytest.mark.parametrize("name", LEARNERS)
-def test_runs_are_as_if_alone_and_what_is_known_is_printed_drawn_and_saved(
-    name, num_lines, figures, monkeypatch, tmp_path
-):
+def test_each_run_is_printed_drawn_and_saved(name, num_lines, figures, monkeypatch, tmp_path):
     """27 runs, a metric of one's own, counts beyond 32 bits; in whole, or up to Ctrl-C."""
     script, path = importlib.import_module(name[:-3]), str(tmp_path / "x.npz")
     train_interval = script.train_interval
@@ -99,7 +94,8 @@ def test_runs_are_as_if_alone_and_what_is_known_is_printed_drawn_and_saved(
     flags = f"{FLAGS[name]} --save {path} --plot {tmp_path / 'x.svg'}"
     results, printed = script.main(flags.split()), sys.stdout.getvalue()
     np.testing.assert_equal(dict(np.load(path)), results)
-    expected, curves = by_hand(script, FLAGS[name], num_lines)
+    with jax.checking_leaks():
+        expected, curves = by_hand(script, FLAGS[name], num_lines)
     timesteps = expected["timesteps"] = (
         3 * PART * np.arange(1, num_lines + 1)[:, None].repeat(27, 1)
     )
@@ -108,11 +104,12 @@ def test_runs_are_as_if_alone_and_what_is_known_is_printed_drawn_and_saved(
     for key, values in expected.items():
         np.testing.assert_allclose(results[key], values, 1e-3, 1e-4, err_msg=key)
     assert results["interrupted"] == (num_lines == 2)
+    assert os.environ.get("MPLBACKEND") == USER_ENV.get("MPLBACKEND")  # an import changes nothing
     assert json.loads(results["args"])["gamma"] == GAMMAS
 
-    lines = printed.splitlines()
-    progress = [line for line in lines if "steps/s" in line]
-    assert "27" in lines[0] and len(progress) == num_lines and "rate 0.025, gamma 0.75" in printed
+    lines = printed.splitlines()  # devices, compiling, progress, settings
+    progress = lines[2 : 2 + num_lines]
+    assert "27" in lines[0] and "rate 0.025, gamma 0.75" in printed
     assert jax.device_count() == 1 or " on 1 x " not in lines[0]
     for i, line in enumerate(progress):
         values = [jnp.nanmean(curve[i]) for key, curve in curves.items() if key != "timesteps"]
@@ -166,20 +163,3 @@ def test_intervals_are_equal_and_overshoot_by_less_than_one():
         assert td.parse_args(flags.split()).num_updates == updates
     args = td.parse_args("--num-envs 6 --batch-size 16 --total-timesteps 100".split())
     assert (args.num_intervals, args.interval_timesteps) == (6, 18)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_an_import_changes_no_backend_and_a_command_needs_no_screen(name, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "svg")
-    monkeypatch.setattr(sys, "argv", [name, "--seed", "-1"])
-    runpy.run_path(str(ROOT / name))
-    assert os.environ["MPLBACKEND"] == "svg"
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / name), run_name="__main__")
-    assert os.environ["MPLBACKEND"] == "agg"
-
-
-@pytest.mark.parametrize("name", LEARNERS)
-def test_no_traced_value_leaks(name):
-    with jax.checking_leaks():
-        by_hand(importlib.import_module(name[:-3]), FLAGS[name], 1)
