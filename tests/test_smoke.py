@@ -13,8 +13,7 @@ from conftest import LEARNERS, ROOT, SCRIPTS, TRIO, USER_ENV
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `pytest &` would ignore it
 SWEEP = "--num-seeds 3 --gamma 0.5 0.75 --num-intervals 3 --save x.npz --plot x.pdf"
-TD = f"{SWEEP} --total-timesteps 70 --num-envs 4 --num-centers 9 --eval-episodes 2"
-FLAGS = dict.fromkeys(TRIO, TD)
+FLAGS = dict.fromkeys(TRIO, f"{SWEEP} --total-timesteps 70 --num-centers 9 --eval-episodes 2")
 FLAGS["gridworld_qlearning.py"] = f"{SWEEP} --total-timesteps 2500 --grid-size 2 3"
 FLAGS["reinforce_parallel.py"] = f"{SWEEP} --num-envs 2 --num-iterations 3 --gif x.gif"
 FLAGS["mountaincar_env.py"] = "--num-envs 3 --num-episodes 7 --num-intervals 3 --save x.npz"
@@ -23,8 +22,8 @@ FLAGS["mountaincar_env.py"] = "--num-envs 3 --num-episodes 7 --num-intervals 3 -
 def start(folder, script, flags, **env):
     """Start a copy of a script in a folder of its own. Other tests go first."""
     shutil.copy(ROOT / script, folder)
-    env = USER_ENV | {name: str(value) for name, value in env.items()}
     command = ["nice", sys.executable, script, *flags.split()]
+    env = USER_ENV | {name: str(value) for name, value in env.items()}
     return Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=PIPE, text=True)
 
 
@@ -42,7 +41,7 @@ def test_runs_alone_in_an_empty_folder(script, started):
     out, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
     saved = dict(np.load(folder / "x.npz", allow_pickle=False))
-    assert all(line for line in out.splitlines()[2:5]) and len(saved["timesteps"]) == 3
+    assert len(saved["timesteps"]) == 3
     if script in LEARNERS:  # two settings, three seeds
         assert len(saved["seed"]) == 6 and "\ngamma 0.5  " in out and "\ngamma 0.75  " in out
     args = json.loads(str(saved["args"]))
@@ -58,10 +57,12 @@ def test_ctrl_c_ends_with_a_report(tmp_path):
     lines = [line for _, line in zip(range(4), process.stdout, strict=False)]
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate()
-    assert (process.returncode, errors) == (130, "")
-    steps, saved = out.partition("interrupted")[0].count("\n"), np.load(tmp_path / "run.npz")
-    assert len(lines) == 4 and len(saved["timesteps"]) == 2 + steps < 1000 and saved["interrupted"]
-    assert f"{saved['timesteps'][-1, 0]:,}" in out.partition("interrupted")[2]
+    assert (len(lines), process.returncode, errors) == (4, 130, "")
+    (more, _, text), steps = (
+        out.partition("interrupted"),
+        np.load(tmp_path / "run.npz")["timesteps"],
+    )
+    assert len(steps) == 2 + more.count("\n") < 1000 and f"{steps[-1, 0]:,}" in text
 
 
 def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(tmp_path):
@@ -74,8 +75,7 @@ def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(tmp_path):
         own = {**slurm, "SLURM_PROCID": i, "SLURM_LOCALID": i}
         tasks.append(start(tmp_path, script, f"{flags} job.npz --distributed", **own))
     out, errors = zip(*[process.communicate(timeout=120) for process in tasks], strict=True)
-    assert errors == ("", "", "") and {process.returncode for process in tasks} == {0}
-    assert "compiled" in out[1] and "compiled" not in out[2]
+    assert errors == ("", "", "") and "compiled" in out[1] and "compiled" not in out[2]
     alone, job = dict(np.load(tmp_path / "one.npz")), dict(np.load(tmp_path / "job.npz"))
     assert alone.keys() == job.keys()
     for name in alone.keys() - {"args", "compile_seconds", "train_seconds"}:

@@ -56,8 +56,8 @@ def with_weights(state, weights):
 
 def ended_returns(seen):
     """Returns of all episodes that ended: a step follows another if it begins where that ended."""
-    later, returns = {row[3].tobytes() for row in seen.values()}, []
-    for first in seen.keys() - later:
+    returns = []
+    for first in seen.keys() - {row[3].tobytes() for row in seen.values()}:
         episode = [seen[first]]
         while episode[-1][3].tobytes() in seen:
             episode.append(seen[episode[-1][3].tobytes()])
@@ -67,10 +67,7 @@ def ended_returns(seen):
 
 
 def test_learning_is_semi_gradient_q_learning_on_what_was_seen(td, monkeypatch):
-    """Gymnasium's steps; targets, gradients, Adam and its schedule, the average; what lines show.
-
-    All weights are random at first, since from 0 a gradient through the target would not be seen.
-    """
+    """Targets, gradients, Adam and its schedule, averages, what lines show; Gymnasium's steps."""
     use(monkeypatch, td, Pole())
     on_line = td.__name__ == "parallel_td"
     updates, size, total = (12, 12, 144) if on_line else (40, 10, 160)
@@ -82,7 +79,7 @@ def test_learning_is_semi_gradient_q_learning_on_what_was_seen(td, monkeypatch):
     centers = np.asarray(state.params["centers"], float)
     assert len(np.unique(centers)) == 36 and -1 < centers.min() < -0.7 < 0.7 < centers.max() < 1
     assert not np.any(state.params["weights"])
-    state = with_weights(state, weights)
+    state = with_weights(state, weights)  # from 0, a gradient through the target would not be seen
     average, count, seen, ended = 0 * weights, 0, {}, [[]]
     adam = optax.adam(lambda count: 0.3 * (1 - count / updates))
     moments = adam.init(weights)
