@@ -89,7 +89,7 @@ ABLATIONS = [
     ("a small buffer", REPLAY, "--buffer-size 1000", []),
     ("1,000 steps before the first update", REPLAY, "", LATER),
     ("Double Q-learning (README.md)", REPLAY, "", DOUBLE_Q),
-    ("a network", REPLAY, f"{DEEP} --num-seeds 40", NETWORK),
+    ("a network", REPLAY, DEEP, NETWORK),
 ]
 
 # Lines for speed: what they do, script, flags, whether the newest jax is meant, replacements.
@@ -302,13 +302,13 @@ def truncation(newest):
 def ablations(newest):
     """What each ingredient is worth
 
-    A hundred runs of CartPole-v1 (the network: 40) with one change each: another flag, or other
-    lines in a copy of the script. Where nothing is worth more than "nothing", the ingredient buys
-    nothing on this task. The network is this diff of `replay_td.py`:
+    Forty runs of CartPole-v1 with one change each: another flag, or other lines in a copy of the
+    script. Where a row is as good as "nothing", its ingredient buys nothing on this task. The
+    network is this diff of `replay_td.py`:
     """
     rows = []
     for what, script, flags, changes in ABLATIONS:
-        saved = run(changed(script, changes), f"--num-seeds 100 {FRESH} {flags}")[2]
+        saved = run(changed(script, changes), f"--num-seeds 40 {FRESH} {flags}")[2]
         rows.append([command_of(script, flags), what, *learned(saved)])
     sarsa, grid = changed(GRID, SARSA), []
     for what, script in ("nothing", GRID), ("expected SARSA (README.md)", sarsa):
@@ -336,8 +336,7 @@ def cars(newest):
     """The car
 
     4,096 cars. The script rolls out without resets, on all cores. gymnax's `RolloutWrapper` calls
-    `step`, which computes a reset in every step, keeps all steps, and has one core here. Medians of
-    five, in turn.
+    `step`, which computes a reset in every step, keeps all steps, on one core. Medians of five.
     """
     names = ["without resets: the script", "without resets, `--policy rocking`"]
     names += ["with resets, by `step` of its class", "with resets, by `step` of gymnax's class"]
@@ -391,7 +390,7 @@ Written by `python tests/benchmark.py` on {date.today()}: {machine}, {", ".join(
 The machine is shared with other programs, so the speed of a short run can vary by a factor of two.
 On this machine, the same command learns the same, bit by bit; elsewhere, roundings differ.
 """
-    for measure in times, sweep, cars, speed_claims, learning, tasks, truncation, ablations:
+    for measure in times, sweep, cars, speed_claims, learning, ablations, truncation, tasks:
         title, _, text = inspect.getdoc(measure).partition("\n")
         page += f"\n## {title}\n{text}\n\n{measure(newest)}"
         (ROOT / "tests" / "RESULTS.md").write_text(page)
