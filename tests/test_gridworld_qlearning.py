@@ -1,52 +1,54 @@
 """gridworld_qlearning.py: what it does with the steps that were seen, exact values, its report."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import one_run, watch
+from conftest import jit, one_run, watch
 
 import gridworld_qlearning as grid
 
 MOVES = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])
 RIGHT, DOWN, LEFT, UP = range(4)
-FLAGS = "--grid-size 3 4 --total-timesteps 6000 --num-intervals 3 --seed 5"
-close = np.testing.assert_allclose
+FLAGS = "--grid-size 3 4 --total-timesteps 4000 --num-intervals 2 --seed 5"
+close, env_step = np.testing.assert_allclose, grid.env_step
+
+
+def with_trap(run, cell, action):
+    """Below the goal is a trap. A step costs 0.25, the last one does not."""
+    next_cell, reward, terminated = env_step(run, cell, action)
+    trap = jnp.all(next_cell == jnp.array([1, 0]))
+    over = terminated | trap
+    return next_cell, jnp.where(over, reward - trap, reward - 0.25), over
 
 
 def test_learning_is_q_learning_on_the_steps_that_were_seen(monkeypatch):
-    """Walls, the goal, the update, and what lines show. A step costs 0.25."""
-    env_step = grid.env_step
-
-    def costly_step(run, cell, action):
-        next_cell, reward, terminated = env_step(run, cell, action)
-        return next_cell, reward - 0.25 * ~terminated, terminated
-
-    monkeypatch.setattr(grid, "env_step", costly_step)
+    """Walls, the goal, the update, and what lines show."""
+    monkeypatch.setattr(grid, "env_step", with_trap)
     calls = watch(monkeypatch, grid, "env_step")
     run = one_run(grid, FLAGS, learning_rate=0.5, gamma=0.5, epsilon=0.4)
-    train, state = jax.jit(partial(grid.train_interval, run)), grid.init_state(run)
+    train, state = jit(grid.train_interval, run), jit(grid.init_state, run)()
     q, cell = np.zeros((3, 4, 4)), (2, 3)
-    for _ in range(3):
+    for _ in range(2):
         calls.clear()
         state, metrics = train(state)
         jax.effects_barrier()
-        ends = 0
+        rewards, ends = [], 0
         for (before, action), (after, reward, terminated) in calls:
             to = tuple(np.clip(np.add(cell, MOVES[action]), 0, [2, 3]).tolist())
-            at_goal = to == (0, 0)
-            assert (tuple(before), tuple(after), terminated) == (cell, to, at_goal)
-            assert reward == (1 if at_goal else -0.25)
-            target = 1 if at_goal else -0.25 + 0.5 * q[to].max()
+            rewards.append({(0, 0): 1, (1, 0): -1}.get(to, -0.25))
+            over = to in [(0, 0), (1, 0)]
+            found = tuple(before), tuple(after), reward, terminated
+            assert found == (cell, to, rewards[-1], over)
+            target = rewards[-1] + 0.5 * q[to].max() * (not over)
             q[cell][action] += 0.5 * (target - q[cell][action])
-            ends, cell = ends + at_goal, (2, 3) if at_goal else to
+            ends, cell = ends + over, (2, 3) if over else to
         close(state.q_table, q, atol=1e-6)
         assert len(calls) == metrics["timesteps"] == 2000
         close(metrics["steps_per_episode"], 2000 / ends, rtol=1e-5)
-        close(metrics["returns"], 1 - 0.25 * (2000 / ends - 1), rtol=1e-4)
+        close(metrics["returns"], sum(rewards) / ends, rtol=1e-4)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
@@ -56,8 +58,8 @@ def test_ties_and_random_actions_favor_none(epsilon, monkeypatch):
     calls = watch(monkeypatch, grid, "env_step")
     q = np.random.default_rng(0).integers(0, 2, (3, 4, 4)).astype(float)
     q[2, 3], q[1, 1] = 0, [1, 0, 1, 0]
-    state = grid.init_state(run)._replace(q_table=jnp.array(q, jnp.float32))
-    jax.jit(partial(grid.train_interval, run))(state)
+    state = jit(grid.init_state, run)()._replace(q_table=jnp.array(q, jnp.float32))
+    jit(grid.train_interval, run)(state)
     jax.effects_barrier()
     cells, actions = (np.array([call[0][i] for call in calls]) for i in (0, 1))
     for row, column in np.unique(cells, axis=0):
@@ -85,13 +87,6 @@ def test_greedy_steps_lead_to_the_goal_and_not_to_a_trap(monkeypatch):
     snake = [LEFT, LEFT, LEFT], [RIGHT, RIGHT, UP], [UP, LEFT, LEFT]
     assert greedy_steps((3, 3), *snake) == 8
     assert greedy_steps((2, 2), [LEFT, LEFT], [UP, DOWN]) == np.inf
-    env_step = grid.env_step
-
-    def with_trap(run, cell, action):
-        next_cell, reward, terminated = env_step(run, cell, action)
-        trap = jnp.all(next_cell == jnp.array([1, 0]))
-        return next_cell, reward - trap, terminated | trap
-
     monkeypatch.setattr(grid, "env_step", with_trap)
     assert greedy_steps((2, 2), [LEFT, LEFT], [UP, LEFT]) == np.inf
     assert greedy_steps((2, 2), [LEFT, LEFT], [UP, UP]) == 2

@@ -5,12 +5,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import gymnasium
-import gymnax
 import jax
 import numpy as np
 import optax
 import pytest
-from conftest import one_run, watch
+from conftest import jit, one_run, watch
 from gymnax.environments import spaces
 from scipy.special import softmax
 from scipy.stats import kstest, norm
@@ -32,7 +31,7 @@ def forward(params, obs):
 
 def test_actions_are_as_likely_as_their_log_probabilities_say():
     keys, obs = jax.random.split(jax.random.key(0), 20000), RNG.normal(size=3)
-    params, draw = some_params(4), jax.vmap(rp.sample, (None, None, 0))
+    params, draw = some_params(4), jax.jit(jax.vmap(rp.sample, (None, None, 0)))
     p = softmax(forward(params, obs))
     counts = np.bincount(draw(params, obs, keys), minlength=4)
     assert np.all(np.abs(counts - 20000 * p) < 5 * np.sqrt(20000 * p * (1 - p)))
@@ -44,16 +43,14 @@ def test_actions_are_as_likely_as_their_log_probabilities_say():
     assert all(kstest(column, norm.cdf).statistic < 2.5 / 20000**0.5 for column in noise.T)
     assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / 20000**0.5
     other = mean + np.array([1, -2])
-    close(rp.log_prob(params, obs, other), norm.logpdf(other, mean, std).sum())
-    slope = jax.grad(rp.log_prob)(params, obs, other)["log_std"]
-    close(slope, ((other - mean) / std) ** 2 - 1)
+    value, slope = jax.jit(jax.value_and_grad(rp.log_prob))(params, obs, other)
+    close(value, norm.logpdf(other, mean, std).sum())
+    close(slope["log_std"], ((other - mean) / std) ** 2 - 1)
     close(rp.greedy_action(params, obs), mean)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
-def test_actions_have_the_bounds_and_the_shape_of_their_space_or_are_refused(
-    shape, monkeypatch, capsys
-):
+def test_actions_fit_their_space_or_are_refused(shape, monkeypatch, capsys):
     low, high = np.full(shape, -1.0), np.full(shape, 3.0)
     for space in spaces.Box(low, high, shape), spaces.Box(-1.0, 3.0, shape):
         for inside, outside in (-2, -1), (-1, -1), (0.5, 2), (7, 3):
@@ -70,9 +67,8 @@ def test_actions_have_the_bounds_and_the_shape_of_their_space_or_are_refused(
 def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
     """Action 0 ends an episode, action 1 goes on, at most 3 steps: 4 episodes, 64 triples of them.
 
-    The expectation over all triples is 2 / 3 of the exact gradient of a single episode's
-    discounted returns to go. With a mean over the episodes still alive, it is not. What is in the
-    padding, nan, has no effect.
+    The expectation over all triples is 2 / 3 of the exact gradient of one episode's discounted
+    returns to go. (With a mean over those still alive, it is not.) The padding, nan, has no effect.
     """
     action = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]])  # of each episode, a row
     mask = np.array([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]], bool)
@@ -86,91 +82,75 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
     three = np.array([*itertools.product(range(4), repeat=3)])  # (64, 3)
     obs, reward = np.where(mask, 0, np.nan)[..., None], np.where(mask, reward, np.nan)
     episodes = rp.Step(obs[three], action[three], reward[three], mask[three])
-    loss = partial(rp.policy_loss, SimpleNamespace(gamma=0.5))
-    slopes = jax.vmap(lambda each: jax.grad(loss)(params, each))(episodes)["b1"]
+    slope = jax.grad(partial(rp.policy_loss, SimpleNamespace(gamma=0.5)))
+    slopes = jax.jit(jax.vmap(partial(slope, params)))(episodes)["b1"]
     close(-probability[three].prod(axis=1) @ slopes, exact * 2 / 3)
     # Equal episodes have no advantage at all: a rounding error would give Adam full steps.
     equal = rp.Step(None, None, reward=np.full((7, 99), 0.1), mask=np.ones((7, 99), bool))
-    assert not jax.jit(partial(rp.advantages, SimpleNamespace(gamma=0.99)))(equal).any()
+    assert not jit(rp.advantages, SimpleNamespace(gamma=0.99))(equal).any()
 
 
-def test_pendulums_reward_is_that_of_its_torque():
-    """Scaled and clipped; by the formula that Gymnasium documents. First parameters are random."""
-    run = one_run(rp, "--env-id Pendulum-v1 --hidden-size 1000")
-    params = rp.init_state(run).params
+def test_pendulums_reward_is_that_of_its_torque_and_two_billion_steps_are_counted():
+    flags = "--env-id Pendulum-v1 --hidden-size 999 --num-envs 8192 --num-iterations 1400"
+    run = one_run(rp, f"{flags} --num-intervals 1")
+    state = jit(rp.init_state, run)()
     for name, scale in ("w0", 3**-0.5), ("w1", 0.01):
-        assert kstest(np.ravel(params[name]) / scale, norm.cdf).pvalue > 1e-5
-    episode, _ = jax.jit(partial(rp.play, run, params))(jax.random.key(0))
+        assert kstest(np.ravel(state.params[name]) / scale, norm.cdf).pvalue > 1e-5
+    _, metrics = jax.eval_shape(partial(rp.train_interval, run), state)
+    assert 8192 * 1400 * 200 / metrics["timesteps"].size < 2**31
+    episode, _ = jit(rp.play, run)(state.params, jax.random.key(0))
     cosine, sine, speed = episode.obs.T
     torque = 2 * episode.action[:, 0].clip(-1, 1)
     cost = np.arctan2(sine, cosine) ** 2 + 0.1 * speed**2 + 0.001 * torque**2
     close(episode.reward, -cost, rtol=1e-3)  # near the top, the angle loses digits
 
 
-def check_episode(episode, params=None):
+def length_of(episode, params=None):
     """Gymnasium plays the actions from the first observation; they are greedy if params say so."""
     env, over = gymnasium.make("CartPole-v1").unwrapped, False
     env.reset()
     env.state = np.array(episode.obs[0], float)
-    for obs, action, reward, mask in zip(*map(np.asarray, episode), strict=True):
+    for obs, action, reward, mask in zip(*episode, strict=True):
         assert mask != over
         if mask:
             close(obs, env.state)
             assert reward == 1 and (params is None or action == np.argmax(forward(params, obs)))
             over = env.step(int(action))[2]
-    return episode.mask.sum(), episode.obs[0].tobytes()
+    return episode.mask.sum()
 
 
 @pytest.mark.parametrize("sync", ["padding", "truncation"])
 def test_learning_is_adam_on_the_episodes_that_were_played(sync, monkeypatch):
     """Cut at the shortest or not, with its schedule; what lines show; then greedy episodes."""
-    env, env_params = rp.make_env("CartPole-v1")
-    env_params = env_params.replace(max_steps_in_episode=40)
-    monkeypatch.setattr(rp, "make_env", lambda _: (env, env_params))
-    calls, plays, play, starts = watch(monkeypatch, rp, "advantages"), [], rp.play, set()
-
-    def watched_play(run, params, key, greedy=False):
-        episode, states = play(run, params, key, greedy)
-        jax.debug.callback(lambda *call: plays.append(rp.Step(*call)), *episode)
-        return episode, states
-
-    monkeypatch.setattr(rp, "play", watched_play)
-    flags = f"--num-iterations 8 --num-intervals 2 --num-envs 5 --hidden-size 8 --sync {sync}"
-    run = one_run(rp, f"{flags} --eval-episodes 5", learning_rate=0.05, gamma=0.9, seed=7)
-    state, adam = rp.init_state(run), optax.adam(lambda count: 0.05 * (1 - count / 8))
-    params, moments = state.params, adam.init(state.params)
-    for _ in range(2):
-        calls.clear(), plays.clear()
-        state, metrics = jax.jit(partial(rp.train_interval, run))(state)
+    env, params = rp.make_env("CartPole-v1")
+    short = env, params.replace(max_steps_in_episode=40)
+    monkeypatch.setattr(rp, "make_env", lambda env_id: short)
+    calls, plays = watch(monkeypatch, rp, "advantages"), watch(monkeypatch, rp, "play", False)
+    flags = "--num-iterations 7 --num-intervals 2 --num-envs 5 --eval-episodes 5 --hidden-size 8"
+    run = one_run(rp, f"{flags} --sync {sync}", learning_rate=0.05, gamma=0.9)
+    state, train = jit(rp.init_state, run)(), jit(rp.train_interval, run)
+    slope, adam = jit(jax.grad(rp.policy_loss, 1), run), optax.adam(lambda n: 0.05 * (1 - n / 8))
+    params, moments, update = state.params, adam.init(state.params), jax.jit(adam.update)
+    for line in 1, 2:
+        calls.clear()  # `slope` adds to them
+        state, metrics = train(state)
         jax.effects_barrier()
-        assert (len(calls), len(plays)) == (4, 20)
-        length = {episode.obs[0].tobytes(): episode.mask.sum() for episode in plays}
-        for (episodes,), _ in list(calls):
-            lengths = [length[obs.tobytes()] for obs in np.asarray(episodes.obs[:, 0])]
-            cut = lengths if sync == "padding" else [min(lengths)] * 5
-            assert episodes.mask.sum(axis=1).tolist() == cut
-            slopes = jax.grad(partial(rp.policy_loss, run))(params, rp.Step(*episodes))
-            steps, moments = adam.update(slopes, moments)
-            params = optax.apply_updates(params, steps)
+        assert (len(plays), len(calls)) == (20 * line, 4)
+        lengths = {episode.obs[0].tobytes(): length_of(episode) for _, (episode, _) in plays}
+        for (episodes,), _ in calls[:]:
+            wanted = [lengths[obs.tobytes()] for obs in episodes.obs[:, 0]]
+            wanted = wanted if sync == "padding" else [min(wanted)] * 5
+            assert episodes.mask.sum(axis=1).tolist() == wanted
+            steps, moments = update(slope(params, episodes), moments)
+            params = jax.tree.map(np.add, params, steps)
         jax.tree.map(partial(close, atol=5e-3), state.params, params)
-        lengths, firsts = zip(*map(check_episode, plays), strict=True)
-        starts |= {*firsts}
-        close(metrics["returns"], np.mean(lengths))
-        assert np.sum(metrics["timesteps"]) == sum(lengths)
-    plays.clear()
-    greedy = jax.jit(partial(rp.evaluate, run))(state)["greedy_return"]
+        new = [*lengths.values()][-20:]
+        close(metrics["returns"], np.mean(new))
+        assert np.sum(metrics["timesteps"]) == sum(new)
+    greedy, found = jit(rp.evaluate, run)(state)["greedy_return"], []
     jax.effects_barrier()
-    found = [check_episode(episode, state.params) for episode in plays]
-    lengths, firsts = zip(*found, strict=True)
-    close(sorted(greedy), sorted(lengths))
-    assert len(starts | {*firsts}) == 45 and plays[0].mask.shape == (40,)
-
-
-def test_steps_are_counted_in_parts_below_32_bits_on_all_environments_but_one():
-    """Traced, not run: 2.3e9 steps in one interval, which the launcher adds up."""
-    flags = "--num-envs 8192 --num-iterations 1400 --num-intervals 1 --env-id"
-    for env_id in {*gymnax.registered_envs} - {"MNISTBandit-bsuite"}:
-        run = one_run(rp, f"{flags} {env_id}")
-        _, metrics = jax.eval_shape(lambda run=run: rp.train_interval(run, rp.init_state(run)))
-        steps = 8192 * 1400 * int(rp.make_env(env_id)[1].max_steps_in_episode)
-        assert steps / np.prod(metrics["timesteps"].shape, initial=1) < 2**31
+    for _, (episode, _) in plays[40:]:
+        found.append(length_of(episode, state.params))
+        lengths[episode.obs[0].tobytes()] = found[-1]
+    close(sorted(greedy), sorted(found))
+    assert len(lengths) == 45 and episode.mask.shape == (40,)
