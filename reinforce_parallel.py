@@ -20,7 +20,7 @@ rewards do not count. Where every step has the same reward, as in CartPole-v1, a
 equal, all advantages are 0, and nothing is learned.
 
     python reinforce_parallel.py --gif pole.gif    # CartPole-v1
-    python reinforce_parallel.py --env-id Acrobot-v1 --num-envs 64 --learning-rate 0.03 --gamma 0.98
+    python reinforce_parallel.py --env-id Acrobot-v1 --num-envs 256 --learning-rate 0.03
     python reinforce_parallel.py --env-id MountainCarContinuous-v0 --num-envs 64
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --num-iterations 500
 

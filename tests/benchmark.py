@@ -45,7 +45,7 @@ DECAY_VALUES = {"learning-rate": RATES, "end-e": [0.05, 0.1], "sigma": SIGMAS}
 PI_VALUES = {"learning-rate": [0.003, 0.01, 0.03], "gamma": [0.95, 0.98, 0.99]}
 TASKS = [
     *itertools.product(TRIO, ["Acrobot-v1", "MountainCar-v0"], [SIZE]),
-    (REINFORCE, "Acrobot-v1", "--num-envs 64"),
+    (REINFORCE, "Acrobot-v1", "--num-envs 256"),
     (REINFORCE, "MountainCarContinuous-v0", "--num-envs 64"),
     (REINFORCE, "Pendulum-v1", "--num-envs 128 --num-iterations 500"),
 ]

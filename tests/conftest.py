@@ -26,7 +26,6 @@ def one_run(script, flags, **own):
 
 
 def jit(function, run):
-    """Compile a function of one run."""
     return jax.jit(partial(function, run))
 
 
@@ -34,13 +33,10 @@ def watch(monkeypatch, script, name, ordered=True):
     """Return a list that will hold (arrays that a function got, what it returned) of each call."""
     calls, function = [], getattr(script, name)
 
-    def keep(*call):
-        calls.append(jax.device_get(call))
-
-    def watched(run, *arrays, **more):
-        result = function(run, *arrays, **more)
-        jax.debug.callback(keep, arrays, result, ordered=ordered)
-        return result
+    def watched(run, *args, **more):
+        out = function(run, *args, **more)
+        jax.debug.callback(lambda *x: calls.append(jax.device_get(x)), args, out, ordered=ordered)
+        return out
 
     monkeypatch.setattr(script, name, watched)
     return calls

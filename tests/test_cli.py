@@ -7,11 +7,10 @@ import pytest
 from conftest import SCRIPTS
 from test_consistency import FLAGS
 
-# What every flag refuses, and what some refuse besides.
-BAD = ["x", "nan", "inf", "-1", "1e400", "0x10", ""]
+BAD = ["x", "nan", "inf", "-1", "1e400", "0x10", ""]  # for every flag, and more for some
 MORE = {"env-id": ["cartpole-v1", "MNISTBandit-bsuite"], "seed": ["0.5", "1e10"]}
-MORE |= {"epsilon-decay": ["0", "0.999999"], "sigma": ["0", "1e39"]}
-MORE |= {"grid-size": ["8", "x 8", "nan 8", "-8 12", "0 12", "8 12.5", "8 12 1"]}
+MORE |= {"epsilon-decay": ["0", "0.999999"], "sigma": ["0", "1e39"], "grid-size": ["8", "0 12"]}
+MORE["grid-size"] += ["x 8", "nan 8", "-8 12", "8 12.5", "8 12 1"]
 for name in """batch-size buffer-size eval-episodes hidden-size num-centers num-envs num-episodes
         num-intervals num-iterations num-seeds total-timesteps""".split():
     MORE[name] = ["0", "0.5", "1e13"]

@@ -10,11 +10,10 @@ from conftest import LEARNERS, ROOT, SCRIPTS
 TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
 FLAGS = {name: re.findall(r'\b(?:flag|sweep)\(\s*"(--[\w-]+)"', TEXT[name]) for name in SCRIPTS}
 # Functions that differ: those of scripts (in the order of conftest.py) with one number are alike.
-DIFFERS = {"parse_args": "012345", "main": "000001", "init_state": "011234", "TrainState": "01123 "}
-DIFFERS |= {"train_step": "01123 ", "td_target": "011   ", "vector_step": "001   "}  # the subject
-DIFFERS |= {"train_interval": "00012 ", "evaluate": "00012 ", "select_action": "0001  "}
-DIFFERS |= {"draw": "00012 ", "plot": "00010 ", "report": "00010 ", "Step": "    01"}
-DIFFERS |= {"play": "    01"}
+DIFFERS = """parse_args 012345, main 000001, init_state 011234, TrainState 01123-,
+td_target 011---, vector_step 001---, train_interval 00012-, evaluate 00012-, select_action 0001--,
+draw 00012-, plot 00010-, report 00010-, Step ----01, play ----01, train_step 01123-"""
+DIFFERS = dict(pair.split() for pair in DIFFERS.split(","))
 
 
 def tree_of(node):
@@ -35,7 +34,7 @@ def test_twins_are_identical_but_for_the_list_and_the_launcher_is_to_the_letter(
     del found[None]  # statements that are no functions
     for name, trees in found.items():
         kinds = list(dict.fromkeys(trees.values()))
-        numbers = [str(kinds.index(trees[i])) if i in trees else " " for i in range(6)]
+        numbers = [str(kinds.index(trees[i])) if i in trees else "-" for i in range(6)]
         assert len(kinds) == 1 or "".join(numbers) == DIFFERS[name], name
     assert found.keys() >= DIFFERS.keys()
     assert same == [same[0]] * 6 and len(same[0]) == 5
@@ -44,7 +43,6 @@ def test_twins_are_identical_but_for_the_list_and_the_launcher_is_to_the_letter(
 
 def test_flags_are_read_imports_are_declared_and_pins_are_those_of_requirements():
     pins = re.findall(r"^[^#\s]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    assert all(re.fullmatch(r"[\w-]+(\[\w+\])?==[\d.]+", pin) for pin in pins)
     for name, text in TEXT.items():
         for flag in FLAGS[name]:
             assert re.search(rf"\b(run|args)\.{flag[2:].replace('-', '_')}\b(?! = )", text), flag
@@ -52,6 +50,6 @@ def test_flags_are_read_imports_are_declared_and_pins_are_those_of_requirements(
         block = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))["dependencies"]
         assert {*block} - {"matplotlib"} <= {*pins}
         wanted = {*re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE)}
-        declared = {re.match("[a-z]+", pin)[0] for pin in block}
         extra = {"numpy", "flax", "matplotlib", "jaxlib", "six"}  # they come with the others
-        assert declared - extra == wanted - extra - sys.stdlib_module_names
+        declared = {re.match("[a-z]+", pin)[0] for pin in block} - extra
+        assert declared == wanted - extra - sys.stdlib_module_names

@@ -25,7 +25,6 @@ def with_trap(run, cell, action):
 
 
 def test_learning_is_q_learning_on_the_steps_that_were_seen(monkeypatch):
-    """Walls, the goal, the update, and what lines show."""
     monkeypatch.setattr(grid, "env_step", with_trap)
     calls = watch(monkeypatch, grid, "env_step")
     run = one_run(grid, FLAGS, learning_rate=0.5, gamma=0.5, epsilon=0.4)
@@ -97,5 +96,5 @@ def test_the_report_describes_all_agents_and_the_mean_of_their_tables():
     q_table[range(3), 0, 1, [LEFT, DOWN, UP]] = [0.25, 0.5, 1.5]
     learned = {"q_table": q_table, "greedy_steps": np.array([7, np.inf, 3])}
     text = grid.report(SimpleNamespace(grid_size=(1, 2)), learned)
-    for part in "0.75000", "2 of 3", " 7 steps", ". 0.000", "^ 0.500":  # the mean: 1.5 / 3, up
-        assert part in text
+    parts = "0.75000", "2 of 3", " 7 steps", ". 0.000", "^ 0.500"  # the mean: 1.5 / 3, up
+    assert all(part in text for part in parts)

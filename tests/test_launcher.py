@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,9 @@ FLAGS = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.625 --num-seed
 class Output(io.StringIO):
     """Standard output, without `reconfigure`. Ctrl-C follows so many lines."""
 
-    lines = None
+    def __init__(self, lines=None):
+        super().__init__()
+        self.lines = lines
 
     def write(self, text):
         super().write(text)
@@ -61,12 +62,11 @@ def script(request, monkeypatch):
     return script
 
 
-@pytest.mark.parametrize("num_lines", [4, 2])
-def test_each_run_is_printed_drawn_and_saved(script, num_lines, monkeypatch, tmp_path):
+@pytest.mark.parametrize("ctrl_c", [None, 4])  # after devices, compiling, two lines of progress
+def test_each_run_is_printed_drawn_and_saved(script, ctrl_c, monkeypatch, tmp_path):
     """45 runs, a metric of one's own, counts beyond 32 bits; in whole, or up to Ctrl-C."""
-    figures, out = [], Output()
-    out.lines = {2: 4}.get(num_lines)  # devices, compiling, and two lines of progress
-    monkeypatch.setattr(sys, "stdout", out)
+    figures, num_lines = [], 2 if ctrl_c else 4
+    monkeypatch.setattr("sys.stdout", out := Output(ctrl_c))
     monkeypatch.setattr(Figure, "savefig", lambda figure, _: figures.append(figure))
     files = f"--num-intervals 4 --save {tmp_path / 'x.npz'} --plot {tmp_path / 'x.svg'}"
     results, printed = script.main(f"{FLAGS} {files}".split()), out.getvalue()
@@ -83,8 +83,7 @@ def test_each_run_is_printed_drawn_and_saved(script, num_lines, monkeypatch, tmp
         np.testing.assert_array_equal(results[name], values, name)
     assert json.loads(results["args"])["gamma"] == GAMMAS
     assert os.environ.get("MPLBACKEND") == USER_ENV.get("MPLBACKEND")  # an import changes nothing
-
-    devices, compiled, *lines = printed.splitlines()
+    devices, compiled, *lines = printed.splitlines()  # what is printed
     assert "45" in devices and (" on 1 x " not in devices or jax.device_count() == 1)
     assert shown(results["compile_seconds"], compiled, 0.06)
     for i, text in enumerate(lines[:num_lines]):
@@ -96,8 +95,7 @@ def test_each_run_is_printed_drawn_and_saved(script, num_lines, monkeypatch, tmp
     for setting, ends, text in zip(settings, greedy.reshape(15, 3), texts, strict=True):
         assert all(shown(value, text, 1e-3) for value in (*setting, ends.mean())), text
         assert shown(ends.min(), text) or hasattr(script, "grid_text")
-
-    (figure,) = figures
+    (figure,) = figures  # what is drawn
     assert any("15" in text.get_text() for text in figure.findobj(Text))  # of 15 settings, some
     if hasattr(script, "grid_text"):
         images = [axes.images[0].get_array() for axes in figure.axes if axes.images]
@@ -111,9 +109,9 @@ def test_each_run_is_printed_drawn_and_saved(script, num_lines, monkeypatch, tmp
 
 
 def test_ctrl_c_in_a_job_ends_it(script, monkeypatch):
-    args, out = script.parse_args([]), Output()
-    args.distributed, out.lines = True, 3
+    args = script.parse_args([])
+    args.distributed = True
     monkeypatch.setattr(script, "parse_args", lambda argv: args)
-    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr("sys.stdout", Output(3))
     with pytest.raises(KeyboardInterrupt):
         script.main()

@@ -1,7 +1,6 @@
 """mountaincar_env.py against Gymnasium's MountainCar-v0, and what its rollout counts and saves."""
 
 import itertools
-import sys
 
 import gymnasium
 import gymnax
@@ -21,7 +20,6 @@ close, equal = np.testing.assert_allclose, np.testing.assert_equal
 
 
 def test_a_learners_step_is_that_of_gymnax_and_the_cosine_suits_wider_tracks():
-    """Some of 1,000 cars end, by goal, time limit or both."""
     rng, keys, found = np.random.default_rng(0), jax.random.split(jax.random.key(0), 1000), []
     state = np.float32(rng.uniform([[-1.2], [-0.07]], [[0.6], [0.07]], (2, 1000)))
     before, action = car.EnvState(rng.integers(195, 200, 1000), *state), jnp.arange(1000) % 3
@@ -90,8 +88,7 @@ def test_the_seed_decides_everything_and_lines_devices_and_ctrl_c_nothing(monkey
     flags = f"--num-episodes 6 --num-intervals 3 --save {tmp_path / 'x.npz'} --num-envs"
     runs = []
     for num_lines, more in (None, "51"), (4, "51"), (None, "51 --seed 1"), (None, "1"):
-        monkeypatch.setattr(sys, "stdout", out := Output())
-        out.lines = num_lines
+        monkeypatch.setattr("sys.stdout", out := Output(num_lines))
         runs.append((car.main(f"{flags} {more}".split()), out.getvalue().splitlines()))
     (one, lines), (cut, _), (other, _), (alone, _) = runs
     for name in car.Step._fields:
@@ -99,8 +96,8 @@ def test_the_seed_decides_everything_and_lines_devices_and_ctrl_c_nothing(monkey
         equal(other[name][:-1], one[name][1:])
         equal(alone[name], one[name][:1])
     assert cut["interrupted"] and cut["episodes"].tolist() == [2, 4] and not one["interrupted"]
-    for value in 6, one["returns"][2], one["terminations"][2] * 100:
-        assert shown(value, lines[4], 0.06)
+    ends = 6, one["returns"][2], one["terminations"][2] * 100
+    assert all(shown(value, lines[4], 0.06) for value in ends)
     rocking = car.main(f"{flags} 9 --policy rocking".split())
     equal(rocking["action"], np.where(rocking["obs"][..., 1] < 0, 0, 2))
     with pytest.raises(SystemExit):  # counted after rounding: 499 episodes are 5 lines of 100

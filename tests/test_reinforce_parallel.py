@@ -17,12 +17,6 @@ from scipy.stats import kstest, norm
 import reinforce_parallel as rp
 
 close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)  # sums in single precision
-RNG = np.random.default_rng(0)
-
-
-def some_params(outputs, **more):
-    shapes = {"w0": (3, 8), "b0": 8, "w1": (8, outputs), "b1": outputs, **more}
-    return {name: RNG.normal(size=shape) / 2 for name, shape in shapes.items()}
 
 
 def forward(params, obs):
@@ -30,14 +24,15 @@ def forward(params, obs):
 
 
 def test_actions_are_as_likely_as_their_log_probabilities_say():
-    keys, obs = jax.random.split(jax.random.key(0), 20000), RNG.normal(size=3)
-    params, draw = some_params(4), jax.jit(jax.vmap(rp.sample, (None, None, 0)))
+    keys, rng = jax.random.split(jax.random.key(0), 20000), np.random.default_rng(0)
+    draw, obs = jax.jit(jax.vmap(rp.sample, (None, None, 0))), np.ones(3)
+    shapes = {"w0": (3, 8), "b0": 8, "w1": (8, 4), "b1": 4}
+    params = {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
     p = softmax(forward(params, obs))
     counts = np.bincount(draw(params, obs, keys), minlength=4)
     assert np.all(np.abs(counts - 20000 * p) < 5 * np.sqrt(20000 * p * (1 - p)))
     close([rp.log_prob(params, obs, action) for action in range(4)], np.log(p))
-    assert rp.greedy_action(params, obs) == p.argmax()
-    params = some_params(2, log_std=2)
+    params |= {"w1": params["w1"][:, :2], "b1": params["b1"][:2], "log_std": rng.normal(size=2)}
     mean, std = forward(params, obs), np.exp(params["log_std"])
     noise = (np.asarray(draw(params, obs, keys)) - mean) / std
     assert all(kstest(column, norm.cdf).statistic < 2.5 / 20000**0.5 for column in noise.T)
@@ -121,7 +116,6 @@ def length_of(episode, params=None):
 
 @pytest.mark.parametrize("sync", ["padding", "truncation"])
 def test_learning_is_adam_on_the_episodes_that_were_played(sync, monkeypatch):
-    """Cut at the shortest or not, with its schedule; what lines show; then greedy episodes."""
     env, params = rp.make_env("CartPole-v1")
     short = env, params.replace(max_steps_in_episode=40)
     monkeypatch.setattr(rp, "make_env", lambda env_id: short)
@@ -147,10 +141,9 @@ def test_learning_is_adam_on_the_episodes_that_were_played(sync, monkeypatch):
         new = [*lengths.values()][-20:]
         close(metrics["returns"], np.mean(new))
         assert np.sum(metrics["timesteps"]) == sum(new)
-    greedy, found = jit(rp.evaluate, run)(state)["greedy_return"], []
+    greedy = jit(rp.evaluate, run)(state)["greedy_return"]
     jax.effects_barrier()
-    for _, (episode, _) in plays[40:]:
-        found.append(length_of(episode, state.params))
-        lengths[episode.obs[0].tobytes()] = found[-1]
-    close(sorted(greedy), sorted(found))
-    assert len(lengths) == 45 and episode.mask.shape == (40,)
+    episodes = [episode for _, (episode, _) in plays]
+    close(sorted(greedy), sorted(length_of(episode, state.params) for episode in episodes[40:]))
+    assert len({episode.obs[0].tobytes() for episode in episodes}) == 45
+    assert {episode.mask.shape for episode in episodes} == {(40,)}

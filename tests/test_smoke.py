@@ -23,15 +23,13 @@ def start(folder, script, flags, **env):
     """Start a copy of a script in a folder of its own. Other tests go first."""
     shutil.copy(ROOT / script, folder)
     command = ["nice", sys.executable, script, *flags.split()]
-    env = USER_ENV | {name: str(value) for name, value in env.items()}
-    return Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=PIPE, text=True)
+    return Popen(command, cwd=folder, env=USER_ENV | env, stdout=PIPE, stderr=PIPE, text=True)
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """All scripts at once. A backend that cannot be imported does no harm."""
     folders = {script: tmp_path_factory.mktemp("run") for script in SCRIPTS}
-    none = {"MPLBACKEND": "module://no_such_backend"}
+    none = {"MPLBACKEND": "module://no_such_backend"}  # does no harm
     return {script: (f, start(f, script, FLAGS[script], **none)) for script, f in folders.items()}
 
 
@@ -65,15 +63,14 @@ def test_ctrl_c_ends_with_a_report(tmp_path):
 def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(tmp_path):
     """Seven runs do not divide evenly: the copies that fill up devices are cut."""
     script, flags = "gridworld_qlearning.py", "--num-seeds 7 --total-timesteps 2000 --save"
-    slurm = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": 2, "JAX_NUM_CPU_DEVICES": 2}
-    slurm |= {"SLURM_JOB_ID": os.getpid()}  # jax takes its port from this number
-    tasks = [start(tmp_path, script, f"{flags} one.npz", JAX_NUM_CPU_DEVICES=1)]
-    for i in 0, 1:
+    slurm = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "JAX_NUM_CPU_DEVICES": "2"}
+    slurm |= {"SLURM_JOB_ID": str(os.getpid())}  # jax takes its port from this number
+    tasks = [start(tmp_path, script, f"{flags} one.npz", JAX_NUM_CPU_DEVICES="1")]
+    for i in "0", "1":
         own = {**slurm, "SLURM_PROCID": i, "SLURM_LOCALID": i}
         tasks.append(start(tmp_path, script, f"{flags} job.npz --distributed", **own))
     out, errors = zip(*[process.communicate(timeout=120) for process in tasks], strict=True)
     assert errors == ("", "", "") and "compiled" in out[1] and "compiled" not in out[2]
-    alone, job = dict(np.load(tmp_path / "one.npz")), dict(np.load(tmp_path / "job.npz"))
-    assert alone.keys() == job.keys()
-    for name in alone.keys() - {"args", "compile_seconds", "train_seconds"}:
+    alone, job = np.load(tmp_path / "one.npz"), np.load(tmp_path / "job.npz")
+    for name in {*alone} - {"args", "compile_seconds", "train_seconds"}:
         np.testing.assert_array_equal(job[name], alone[name], err_msg=name)
