@@ -13,7 +13,7 @@ SCRIPTS = [*LEARNERS, "mountaincar_env.py"]
 USER_ENV = dict(os.environ)  # before jax and an imported script add their settings
 
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster
 import jax
 

@@ -12,7 +12,8 @@ FLAGS = {name: re.findall(r'\b(?:flag|sweep)\(\s*"(--[\w-]+)"', TEXT[name]) for 
 # Functions that differ: those of scripts (in the order of conftest.py) with one number are alike.
 DIFFERS = """parse_args 012345, main 000001, init_state 011234, TrainState 01123-,
 td_target 011---, vector_step 001---, train_interval 00012-, evaluate 00012-, select_action 0001--,
-draw 00012-, plot 00010-, report 00010-, Step ----01, play ----01, train_step 01123-"""
+draw 00012-, plot 00010-, report 00010-, Step ----01, play ----01, train_step 01123-,
+--batch-size 011---, --learning-rate 011---"""
 DIFFERS = dict(pair.split() for pair in DIFFERS.split(","))
 
 
@@ -29,6 +30,9 @@ def test_twins_are_identical_but_for_the_list_and_the_launcher_is_to_the_letter(
     for i, text in enumerate(TEXT.values()):
         trees = {tree_of(node): getattr(node, "name", None) for node in ast.parse(text).body}
         same.append([tree for tree in trees if "CORES" in tree or tree.startswith("If")])
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        flags = [call for call in calls if ast.unparse(call.func) in ("flag", "sweep") and i < 3]
+        trees |= {tree_of(flag): flag.args[0].value for flag in flags}  # of the trio
         for tree, name in trees.items():
             found.setdefault(name, {})[i] = tree
     del found[None]  # statements that are no functions

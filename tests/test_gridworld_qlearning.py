@@ -77,8 +77,6 @@ def test_default_runs_are_exact_at_the_start_and_all_differ():
 
 
 def test_greedy_steps_lead_to_the_goal_and_not_to_a_trap(monkeypatch):
-    """On the longest path; never, on a path in circles; at once, next to the goal."""
-
     def greedy_steps(size, *moves):
         state = SimpleNamespace(q_table=np.eye(4)[list(moves)])
         return grid.evaluate(SimpleNamespace(grid_size=size), state)["greedy_steps"]
