@@ -100,18 +100,15 @@ def test_pendulums_reward_is_that_of_its_torque_and_two_billion_steps_are_counte
     close(episode.reward, -cost, rtol=1e-3)  # near the top, the angle loses digits
 
 
-def length_of(episode, params=None):
-    """Gymnasium plays the actions from the first observation; they are greedy if params say so."""
-    env, over = gymnasium.make("CartPole-v1").unwrapped, False
+def follow(obs, act):
+    """Play in Gymnasium from an observation on. Return the observations before each action."""
+    env, seen, over = gymnasium.make("CartPole-v1").unwrapped, [], False
     env.reset()
-    env.state = np.array(episode.obs[0], float)
-    for obs, action, reward, mask in zip(*episode, strict=True):
-        assert mask != over
-        if mask:
-            close(obs, env.state)
-            assert reward == 1 and (params is None or action == np.argmax(forward(params, obs)))
-            over = env.step(int(action))[2]
-    return episode.mask.sum()
+    env.state = obs.astype(float)
+    while not over and len(seen) < 40:
+        seen.append(env.state)
+        over = env.step(int(act(len(seen) - 1, env.state)))[2]
+    return seen
 
 
 @pytest.mark.parametrize("sync", ["padding", "truncation"])
@@ -120,17 +117,24 @@ def test_learning_is_adam_on_the_episodes_that_were_played(sync, monkeypatch):
     short = env, params.replace(max_steps_in_episode=40)
     monkeypatch.setattr(rp, "make_env", lambda env_id: short)
     calls, plays = watch(monkeypatch, rp, "advantages"), watch(monkeypatch, rp, "play", False)
+    starts = watch(monkeypatch, type(env), "reset", ordered=False)
     flags = "--num-iterations 7 --num-intervals 2 --num-envs 5 --eval-episodes 5 --hidden-size 8"
     run = one_run(rp, f"{flags} --sync {sync}", learning_rate=0.05, gamma=0.9)
     state, train = jit(rp.init_state, run)(), jit(rp.train_interval, run)
     slope, adam = jit(jax.grad(rp.policy_loss, 1), run), optax.adam(lambda n: 0.05 * (1 - n / 8))
     params, moments, update = state.params, adam.init(state.params), jax.jit(adam.update)
-    for line in 1, 2:
-        calls.clear()  # `slope` adds to them
+    for _ in range(2):
+        calls.clear(), plays.clear()  # `slope` adds to them
         state, metrics = train(state)
         jax.effects_barrier()
-        assert (len(plays), len(calls)) == (20 * line, 4)
-        lengths = {episode.obs[0].tobytes(): length_of(episode) for _, (episode, _) in plays}
+        assert (len(plays), len(calls)) == (20, 4)
+        lengths = {}
+        for _, (episode, _) in plays:
+            seen = follow(episode.obs[0], lambda t, _, action=episode.action: action[t])
+            lengths[episode.obs[0].tobytes()] = n = len(seen)
+            assert episode.mask.tolist() == [True] * n + [False] * (40 - n)
+            close(episode.obs[:n], seen)
+            close(episode.reward[:n], 1)
         for (episodes,), _ in calls[:]:
             wanted = [lengths[obs.tobytes()] for obs in episodes.obs[:, 0]]
             wanted = wanted if sync == "padding" else [min(wanted)] * 5
@@ -138,12 +142,11 @@ def test_learning_is_adam_on_the_episodes_that_were_played(sync, monkeypatch):
             steps, moments = update(slope(params, episodes), moments)
             params = jax.tree.map(np.add, params, steps)
         jax.tree.map(partial(close, atol=5e-3), state.params, params)
-        new = [*lengths.values()][-20:]
-        close(metrics["returns"], np.mean(new))
-        assert np.sum(metrics["timesteps"]) == sum(new)
+        close(metrics["returns"], np.mean([*lengths.values()]))
+        assert np.sum(metrics["timesteps"]) == sum(lengths.values())
     greedy = jit(rp.evaluate, run)(state)["greedy_return"]
     jax.effects_barrier()
-    episodes = [episode for _, (episode, _) in plays]
-    close(sorted(greedy), sorted(length_of(episode, state.params) for episode in episodes[40:]))
-    assert len({episode.obs[0].tobytes() for episode in episodes}) == 45
-    assert {episode.mask.shape for episode in episodes} == {(40,)}
+    firsts = [obs for _, (obs, _) in starts]
+    best = [follow(obs, lambda _, now: forward(state.params, now).argmax()) for obs in firsts[40:]]
+    close(sorted(greedy), sorted(map(len, best)))
+    assert len({obs.tobytes() for obs in firsts}) == 45
