@@ -45,7 +45,6 @@ class Costly(car.MountainCar):
 
 
 def test_random_episodes_are_those_that_gymnasium_plays(monkeypatch, tmp_path):
-    """To the time limit; what follows the end is masked, and does not count in curves."""
     monkeypatch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=LIMIT, **CHANGES))
     monkeypatch.setattr(car, "ENV", Costly())
     flags = "--num-envs 999 --num-episodes 5 --num-intervals 2 --save"  # 2 lines of 3 episodes

@@ -61,7 +61,6 @@ def test_ctrl_c_ends_with_a_report(tmp_path):
 
 
 def test_a_slurm_job_of_two_tasks_gives_the_bits_of_one_process(tmp_path):
-    """Seven runs do not divide evenly: the copies that fill up devices are cut."""
     script, flags = "gridworld_qlearning.py", "--num-seeds 7 --total-timesteps 2000 --save"
     slurm = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "JAX_NUM_CPU_DEVICES": "2"}
     slurm |= {"SLURM_JOB_ID": str(os.getpid())}  # jax takes its port from this number
