@@ -29,8 +29,8 @@ def start(folder, script, flags, **env):
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     folders = {script: tmp_path_factory.mktemp("run") for script in SCRIPTS}
-    none = {"MPLBACKEND": "module://no_such_backend"}  # does no harm
-    return {script: (f, start(f, script, FLAGS[script], **none)) for script, f in folders.items()}
+    env = {"MPLBACKEND": "module://no_such_backend", "JAX_CHECK_TRACER_LEAKS": "1"}  # no harm
+    return {script: (f, start(f, script, FLAGS[script], **env)) for script, f in folders.items()}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
