@@ -336,7 +336,7 @@ def cars(newest):
     """The car
 
     4,096 cars. The script rolls out without resets, on all cores. gymnax's `RolloutWrapper` calls
-    `step`, which computes a reset in every step, keeps all steps, on one core. Medians of five.
+    `step`, which computes a reset in every step, here on one core. Medians of five, in turn.
     """
     names = ["without resets: the script", "without resets, `--policy rocking`"]
     names += ["with resets, by `step` of its class", "with resets, by `step` of gymnax's class"]
