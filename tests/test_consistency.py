@@ -8,7 +8,7 @@ import tomllib
 from conftest import LEARNERS, ROOT, SCRIPTS
 
 TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
-FLAGS = {name: re.findall(r'\b(?:flag|sweep)\(\s*"(--[\w-]+)"', TEXT[name]) for name in SCRIPTS}
+FLAGS = {name: re.findall(r"\b(?:flag|sweep)\(\s*\W(--[\w-]+)", TEXT[name]) for name in SCRIPTS}
 # Functions that differ: those of scripts (in the order of conftest.py) with one number are alike.
 DIFFERS = """parse_args 012345, main 000001, init_state 011234, TrainState 01123-,
 td_target 011---, vector_step 001---, train_interval 00012-, evaluate 00012-, select_action 0001--,
