@@ -17,8 +17,7 @@ draw 00012-, plot 00010-, report 00010-, Step ----01, play ----01, train_step 01
 DIFFERS = dict(pair.split() for pair in DIFFERS.split(","))
 
 
-def tree_of(node):
-    """A syntax tree as text. Comments, line breaks and docstrings do not show."""
+def tree_of(node):  # comments, line breaks and docstrings do not show
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner):
             inner.body[0].value.value = ""

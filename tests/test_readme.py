@@ -25,8 +25,8 @@ def test_recipes_apply_and_double_q_learning_asks_one_for_the_action_the_other_f
 
 def test_what_a_run_learns_balances_gymnasiums_pole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    results = parallel_td.main("--seed 100 --num-intervals 1 --save learned.npz".split())
-    assert results["greedy_return"].mean() >= 475
+    flags = "--seed 100 --num-intervals 1 --save learned.npz"
+    assert parallel_td.main(flags.split())["greedy_return"].mean() >= 475
     env, over, steps = gymnasium.make("CartPole-v1"), [False], 0
     obs, _ = env.reset(seed=0)
     while not any(over):
