@@ -52,11 +52,10 @@ def test_learning_is_q_learning_on_the_steps_that_were_seen(monkeypatch):
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
 def test_ties_and_random_actions_favor_none(epsilon, monkeypatch):
-    """Nothing is learned from values of 0 and 1, so each cell has one to four best actions."""
     run = one_run(grid, FLAGS, learning_rate=0.0, epsilon=epsilon)
     calls = watch(monkeypatch, grid, "env_step")
     q = np.random.default_rng(0).integers(0, 2, (3, 4, 4)).astype(float)
-    q[2, 3], q[1, 1] = 0, [1, 0, 1, 0]
+    q[2, 3], q[1, 1] = 0, [1, 0, 1, 0]  # a cell has one to four best actions
     state = jit(grid.init_state, run)()._replace(q_table=jnp.array(q, jnp.float32))
     jit(grid.train_interval, run)(state)
     jax.effects_barrier()

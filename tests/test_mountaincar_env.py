@@ -28,7 +28,8 @@ def test_a_learners_step_is_that_of_gymnax_and_the_cosine_suits_wider_tracks():
         obs, state, *ends, _ = jax.vmap(env.step, (0, 0, 0, None))(keys, before, action, params)
         box, defaults = env.observation_space(params), vars(env.default_params).values()
         spaces = box.shape, box.dtype, box.low, box.high, env.action_space(params).n
-        found.append([*spaces, *defaults, obs.shape, obs.dtype, state.time, *ends])
+        time = state.time, env.reset(keys[0], params)[1].time
+        found.append([*spaces, *defaults, obs.shape, obs.dtype, *time, *ends])
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, theirs, strict=True)
     x = np.linspace(-60, 60, 10001, dtype=np.float32)
@@ -76,20 +77,21 @@ def test_random_episodes_are_those_that_gymnasium_plays(monkeypatch, tmp_path):
     starts, action = saved["obs"][:, :, 0].reshape(-1, 2), saved["action"]  # (N, 6, T)
     assert len(np.unique(starts[:, 0])) > 0.993 * len(starts) and not starts[:, 1].any()
     assert kstest(starts[:, 0], "uniform", args=(-0.6, 0.2)).pvalue > 1e-6
-    # A third of the actions equals those of another car, episode or step.
-    for other in 0, 1, 2, *(np.roll(action, 1, axis) for axis in range(3)):
+    for other in 0, 1, 2, *(np.roll(action, 1, axis) for axis in range(3)):  # car, episode, step
         assert abs(np.mean(action == other) - 1 / 3) < 5 * (2 / 9 / action.size) ** 0.5
 
 
 def test_the_seed_decides_everything_and_lines_devices_and_ctrl_c_nothing(monkeypatch, tmp_path):
     """Car i of seed 1 is car i + 1 of seed 0. One car takes one device, 51 take two or more."""
     monkeypatch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=20, **CHANGES))
-    flags = f"--num-episodes 6 --num-intervals 3 --save {tmp_path / 'x.npz'} --num-envs"
+    flags = f"--num-episodes 6 --save {tmp_path / 'x.npz'} --num-intervals"
+    cases = (None, 3, "51"), (4, 3, "51"), (None, 3, "51 --seed 1"), (None, 1, "1")
     runs = []
-    for num_lines, more in (None, "51"), (4, "51"), (None, "51 --seed 1"), (None, "1"):
+    for num_lines, intervals, cars in cases:
         monkeypatch.setattr("sys.stdout", out := Output(num_lines))
-        runs.append((car.main(f"{flags} {more}".split()), out.getvalue().splitlines()))
-    (one, lines), (cut, _), (other, _), (alone, _) = runs
+        results = car.main(f"{flags} {intervals} --num-envs {cars}".split())
+        runs.append([results, *out.getvalue().splitlines()])
+    (one, *lines), (cut, *_), (other, *_), (alone, *_) = runs
     for name in car.Step._fields:
         equal(cut[name], one[name][:, :4])
         equal(other[name][:-1], one[name][1:])
@@ -97,7 +99,7 @@ def test_the_seed_decides_everything_and_lines_devices_and_ctrl_c_nothing(monkey
     assert cut["interrupted"] and cut["episodes"].tolist() == [2, 4] and not one["interrupted"]
     ends = 6, one["returns"][2], one["terminations"][2] * 100
     assert all(shown(value, lines[4], 0.06) for value in ends)
-    rocking = car.main(f"{flags} 9 --policy rocking".split())
+    rocking = car.main(f"{flags} 2 --num-envs 9 --policy rocking".split())
     equal(rocking["action"], np.where(rocking["obs"][..., 1] < 0, 0, 2))
     with pytest.raises(SystemExit):  # counted after rounding: 499 episodes are 5 lines of 100
         car.parse_args("--save x.npz --num-envs 10001 --num-episodes 499".split())

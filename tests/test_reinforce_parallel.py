@@ -87,8 +87,9 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
 
 def test_pendulums_reward_is_that_of_its_torque_and_two_billion_steps_are_counted():
     flags = "--env-id Pendulum-v1 --hidden-size 999 --num-envs 8192 --num-iterations 1400"
-    run = one_run(rp, f"{flags} --num-intervals 1")
-    state = jit(rp.init_state, run)()
+    run, other = (one_run(rp, f"{flags} --num-intervals 1", seed=seed) for seed in (3, 4))
+    state, other = (jit(rp.init_state, each)() for each in (run, other))
+    assert state.key != other.key and np.all(state.params["w0"] != other.params["w0"])
     for name, scale in ("w0", 3**-0.5), ("w1", 0.01):
         assert kstest(np.ravel(state.params[name]) / scale, norm.cdf).pvalue > 1e-5
     _, metrics = jax.eval_shape(partial(rp.train_interval, run), state)

@@ -20,7 +20,6 @@ FLAGS["mountaincar_env.py"] = "--num-envs 3 --num-episodes 7 --num-intervals 3 -
 
 
 def start(folder, script, flags, **env):
-    """Start a copy of a script in a folder of its own. Other tests go first."""
     shutil.copy(ROOT / script, folder)
     command = ["nice", sys.executable, script, *flags.split()]
     return Popen(command, cwd=folder, env=USER_ENV | env, stdout=PIPE, stderr=PIPE, text=True)
@@ -29,7 +28,7 @@ def start(folder, script, flags, **env):
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     folders = {script: tmp_path_factory.mktemp("run") for script in SCRIPTS}
-    env = {"MPLBACKEND": "module://no_such_backend", "JAX_CHECK_TRACER_LEAKS": "1"}  # no harm
+    env = {"MPLBACKEND": "module://none", "JAX_CHECK_TRACER_LEAKS": "1", "JAX_NUM_CPU_DEVICES": "1"}
     return {script: (f, start(f, script, FLAGS[script], **env)) for script, f in folders.items()}
 
 

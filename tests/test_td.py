@@ -123,7 +123,6 @@ def test_batches_are_drawn_evenly_from_the_last_transitions(td, monkeypatch):
 
 
 def test_actions_are_random_as_often_as_epsilon_says(td, monkeypatch):
-    """In each of four vector steps of 4,000 poles whose greedy action is 1. Nothing is learned."""
     flags = "--num-envs 4000 --num-centers 3 --learning-rate 0 --batch-size 4000"
     flags += " --buffer-size 4000" * (td.__name__ != "parallel_td")
     own = {"epsilon": 0.6, "start_e": 0.8, "end_e": 0.15, "epsilon_decay": 0.5}
