@@ -103,8 +103,7 @@ def test_learning_is_semi_gradient_q_learning_on_what_was_seen(td, monkeypatch):
 
 
 @pytest.mark.parametrize("td", NAMES[1:], indirect=True)
-def test_batches_are_drawn_evenly_from_the_last_transitions(td, monkeypatch):
-    """A ring of ten, four steps at a time. Each of those that it holds is as likely."""
+def test_batches_are_drawn_evenly_from_the_last_ten_transitions(td, monkeypatch):
     flags = "--num-envs 4 --num-centers 3 --buffer-size 10 --batch-size 20000 --learning-rate 0"
     run, calls, began = one_run(td, flags), watch(monkeypatch, td, "td_loss"), []
     state, step = jit(td.init_state, run)(), jit(td.train_step, run)
