@@ -114,3 +114,4 @@ def test_ctrl_c_in_a_job_ends_it(script, monkeypatch):
     monkeypatch.setattr("sys.stdout", Output(3))
     with pytest.raises(KeyboardInterrupt):
         script.main()
+    assert not script.main()["interrupted"]  # nothing to save, nothing to draw

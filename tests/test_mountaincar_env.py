@@ -85,8 +85,7 @@ def test_the_seed_decides_everything_and_lines_devices_and_ctrl_c_nothing(monkey
     """Car i of seed 1 is car i + 1 of seed 0. One car takes one device, 51 take two or more."""
     monkeypatch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=20, **CHANGES))
     flags = f"--num-episodes 6 --save {tmp_path / 'x.npz'} --num-intervals"
-    cases = (None, 3, "51"), (4, 3, "51"), (None, 3, "51 --seed 1"), (None, 1, "1")
-    runs = []
+    runs, cases = [], [(None, 3, "51"), (4, 3, "51"), (None, 3, "51 --seed 1"), (None, 1, "1")]
     for num_lines, intervals, cars in cases:
         monkeypatch.setattr("sys.stdout", out := Output(num_lines))
         results = car.main(f"{flags} {intervals} --num-envs {cars}".split())

@@ -77,12 +77,13 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
     three = np.array([*itertools.product(range(4), repeat=3)])  # (64, 3)
     obs, reward = np.where(mask, 0, np.nan)[..., None], np.where(mask, reward, np.nan)
     episodes = rp.Step(obs[three], action[three], reward[three], mask[three])
-    slope = jax.grad(partial(rp.policy_loss, SimpleNamespace(gamma=0.5)))
+    slope = jax.grad(partial(rp.policy_loss, run := SimpleNamespace(gamma=0.5)))
     slopes = jax.jit(jax.vmap(partial(slope, params)))(episodes)["b1"]
     close(-probability[three].prod(axis=1) @ slopes, exact * 2 / 3)
+    close(jax.vmap(partial(rp.advantages, run))(episodes)[:, :, 0].sum(axis=1), 0)
     # Equal episodes have no advantage at all: a rounding error would give Adam full steps.
     equal = rp.Step(None, None, reward=np.full((7, 99), 0.1), mask=np.ones((7, 99), bool))
-    assert not jit(rp.advantages, SimpleNamespace(gamma=0.99))(equal).any()
+    assert not jit(rp.advantages, run)(equal).any()
 
 
 def test_pendulums_reward_is_that_of_its_torque_and_two_billion_steps_are_counted():

@@ -37,10 +37,9 @@ def test_runs_alone_in_an_empty_folder(script, started):
     folder, process = started[script]
     out, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
-    saved = dict(np.load(folder / "x.npz", allow_pickle=False))
-    assert len(saved["timesteps"]) == 3
     if script in LEARNERS:  # two settings, three seeds
-        assert len(saved["seed"]) == 6 and "\ngamma 0.5  " in out and "\ngamma 0.75  " in out
+        seeds = np.load(folder / "x.npz")["seed"]
+        assert len(seeds) == 6 and "gamma 0.5" in out and "gamma 0.75" in out
     files = re.findall(r"x\.\w+", FLAGS[script])
     assert {path.name for path in folder.iterdir()} == {script, *files}
     assert all((folder / name).stat().st_size > 2000 for name in files)
