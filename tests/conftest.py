@@ -35,7 +35,8 @@ def watch(monkeypatch, script, name, ordered=True):
 
     def watched(run, *args, **more):
         out = function(run, *args, **more)
-        jax.debug.callback(lambda *x: calls.append(jax.device_get(x)), args, out, ordered=ordered)
+        got = *args, *more.values()
+        jax.debug.callback(lambda *x: calls.append(jax.device_get(x)), got, out, ordered=ordered)
         return out
 
     monkeypatch.setattr(script, name, watched)
