@@ -1,4 +1,4 @@
-"""The collection as a whole: twins, flags, imports, pins."""
+"""The collection as a whole: twins, imports, pins."""
 
 import ast
 import re
@@ -8,7 +8,6 @@ import tomllib
 from conftest import LEARNERS, ROOT, SCRIPTS
 
 TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
-FLAGS = {name: re.findall(r"\w\(\s*\W(--[\w-]+)[\"']", TEXT[name]) for name in SCRIPTS}
 # Functions that differ: those of scripts (in the order of conftest.py) with one number are alike.
 # The test compares the numbers alone, so a function may get another name in all scripts.
 DIFFERS = """parse_args 012345, main 000001, init_state 011234, TrainState 01123-,
@@ -44,11 +43,9 @@ def test_twins_are_identical_but_for_the_list_and_the_launcher_is_to_the_letter(
     assert len({TEXT[name].partition("\n# From here on, all")[2] for name in LEARNERS}) == 1
 
 
-def test_flags_are_read_imports_are_declared_and_pins_are_those_of_requirements():
+def test_imports_are_declared_and_pins_are_those_of_requirements():
     pins = re.findall(r"^[^#\s]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    for name, text in TEXT.items():
-        for flag in FLAGS[name]:
-            assert re.search(rf"\b(run|args)\.{flag[2:].replace('-', '_')}\b(?! = )", text), flag
+    for text in TEXT.values():
         block = re.match(r"# /// script\n(.*?)# ///\n", text, re.DOTALL).group(1)
         block = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))["dependencies"]
         assert {*block} - {"matplotlib"} <= {*pins}

@@ -35,12 +35,11 @@ def test_learning_is_q_learning_on_the_steps_that_were_seen(monkeypatch):
         state, metrics = train(state)
         jax.effects_barrier()
         rewards, ends = [], 0
-        for (before, action), (after, reward, terminated) in calls:
+        for (before, action), (after, reward, end) in calls:
             to = tuple(np.clip(np.add(cell, MOVES[action]), 0, [2, 3]).tolist())
             rewards.append({(0, 0): 1, (1, 0): -1}.get(to, -0.25))
             over = to in [(0, 0), (1, 0)]
-            found = tuple(before), tuple(after), reward, terminated
-            assert found == (cell, to, rewards[-1], over)
+            assert (tuple(before), tuple(after), reward, end) == (cell, to, rewards[-1], over)
             target = rewards[-1] + 0.5 * q[to].max() * (not over)
             q[cell][action] += 0.5 * (target - q[cell][action])
             ends, cell = ends + over, (2, 3) if over else to

@@ -15,12 +15,11 @@ _, ACT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 def test_recipes_apply_and_double_q_learning_asks_one_for_the_action_the_other_for_its_value():
     changed("gridworld_qlearning.py", SARSA)  # it applies; what it learns is in RESULTS.md
     exec(changed("replay_td.py", DOUBLE_Q).read_text(), scope := {"__name__": "changed"})
-    run = SimpleNamespace(env_id="MountainCar-v0", sigma=1.0, gamma=0.5)
-    names = {"params": [[0], [3], [1]], "target_params": [[8], [4], [6]]}
-    state = {n: {"centers": np.zeros((2, 1)), "weights": np.array(w)} for n, w in names.items()}
-    for ends, obs, target in (False, np.zeros(2), 1 + 0.5 * 4), (True, np.full(2, np.nan), 1):
+    scope["q_values"] = lambda run, values, obs: np.add(values, 0 * obs)
+    state = SimpleNamespace(params=[0, 3, 1], target_params=[8, 4, 6])
+    for ends, obs, target in (False, 7.0, 1 + 0.5 * 4), (True, np.nan, 1):
         transition = SimpleNamespace(next_obs=obs, reward=1.0, terminated=ends)
-        assert scope["td_target"](run, SimpleNamespace(**state), transition) == target
+        assert scope["td_target"](SimpleNamespace(gamma=0.5), state, transition) == target
 
 
 def test_what_a_run_learns_balances_gymnasiums_pole(tmp_path, monkeypatch):

@@ -60,11 +60,8 @@ def test_actions_fit_their_space_or_are_refused(shape, monkeypatch, capsys):
 
 
 def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
-    """Action 0 ends an episode, action 1 goes on, at most 3 steps: 4 episodes, 64 triples of them.
-
-    The expectation over all triples is 2 / 3 of the exact gradient of one episode's discounted
-    returns to go. (With a mean over those still alive, it is not.) The padding, nan, has no effect.
-    """
+    """Action 0 ends an episode, action 1 goes on, at most 3 steps: 4 episodes, 64 triples."""
+    # The expectation over all triples is 2 / 3 of the exact gradient. Padding, nan, has no effect.
     action = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]])  # of each episode, a row
     mask = np.array([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]], bool)
     reward = np.array([[5.0, 1.0], [-2.0, 3.0], [4.0, 7.0]])[[0, 1, 2], action]

@@ -9,7 +9,7 @@ from subprocess import PIPE, Popen
 
 import numpy as np
 import pytest
-from conftest import LEARNERS, ROOT, SCRIPTS, TRIO, USER_ENV
+from conftest import ROOT, SCRIPTS, TRIO, USER_ENV
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `pytest &` would ignore it
 SWEEP = "--num-seeds 3 --gamma 0.5 0.75 --num-intervals 3 --save x.npz --plot x.pdf"
@@ -35,21 +35,16 @@ def started(tmp_path_factory):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_runs_alone_in_an_empty_folder(script, started):
     folder, process = started[script]
-    out, errors = process.communicate()
-    assert (process.returncode, errors) == (0, "")
-    if script in LEARNERS:  # two settings, three seeds
-        seeds = np.load(folder / "x.npz")["seed"]
-        assert len(seeds) == 6 and "gamma 0.5" in out and "gamma 0.75" in out
+    assert process.communicate()[1] == "" and process.returncode == 0
     files = re.findall(r"x\.\w+", FLAGS[script])
     assert {path.name for path in folder.iterdir()} == {script, *files}
     assert all((folder / name).stat().st_size > 2000 for name in files)
 
 
-@pytest.mark.parametrize("script", ["gridworld_qlearning.py"])
-def test_ctrl_c_ends_with_a_report(script, tmp_path):
+def test_ctrl_c_ends_gridworld_qlearning_with_a_report(tmp_path):
     """Lines come through a pipe at once. The signal follows the second; 998 are to come."""
     flags = "--num-intervals 1000 --total-timesteps 1e9 --save run.npz"
-    process = start(tmp_path, script, flags)
+    process = start(tmp_path, "gridworld_qlearning.py", flags)
     [process.stdout.readline() for _ in range(4)]
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate()
