@@ -55,7 +55,7 @@ def test_values_are_taken_or_refused_by_name(name, capsys, tmp_path, monkeypatch
         for value in [*BAD, *MORE.get(flag, MORE.get(kind, []))]:
             words = value.split() or [""]
             error = refusal(f"--{flag}", *words)
-            assert f"--{flag}" in error or words[-1] in error, (flag, value)
+            assert any(word in error for word in (*words, "expected 2 arguments")), (flag, value)
     assert "unrecognized" in refusal("--see", "3")  # no abbreviations
     assert "jax.distributed.initialize" in refusal("--distributed")
     assert "buffer-size" not in flags or "--buffer-size" in refusal("--buffer-size", "15")
