@@ -21,7 +21,7 @@ DEFAULTS = f"""{TD} --batch-size 16 --learning-rate 0.06 --epsilon 0.25
 BAD = ["x", "nan", "inf", "-1", "1e400", "0x10", ""]  # for every flag, and more for some
 MORE = {int: ["0", "0.5", "1e13"], list: ["1.1", "0.1 x", "0.1 nan 0.2"]}
 MORE |= {"env-id": ["cartpole-v1", "MNISTBandit-bsuite"], "seed": ["0.5", "1e10"]}
-MORE |= {"epsilon-decay": ["0", "0.999999"], "sigma": ["0", "1e39"], "grid-size": ["8 0", "8 12 1"]}
+MORE |= {"epsilon-decay": ["0", "0.999999"], "sigma": ["0", "1e39"], "grid-size": ["8 1", "8 2.5"]}
 for name, ending in ("gif", ".gif"), ("save", ".npz"), ("plot", ".npz"):
     files = ["missing/x{}", ".", "x", "x.txt", "missing{}/", "a{}", "file/x{}", "read{}"]
     MORE[name] = [file.format(ending) for file in files]

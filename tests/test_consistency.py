@@ -8,7 +8,7 @@ import tomllib
 from conftest import LEARNERS, ROOT, SCRIPTS
 
 TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
-# Functions that differ: scripts (in the order of conftest.py) with one number agree.
+# What differs: scripts (in conftest.py's order) with one number agree. The names may change.
 DIFFERS = """parse_args 012345, main 000001, init_state 011234, TrainState 01123-,
 td_target 011---, vector_step 001---, train_interval 00012-, evaluate 00012-, select_action 0001--,
 draw 00012-, plot 00010-, report 00010-, Step ----01, play ----01, train_step 01123-,

@@ -105,7 +105,7 @@ def test_each_run_is_printed_drawn_and_saved(script, ctrl_c, monkeypatch, tmp_pa
         assert any(np.allclose(curve, other, equal_nan=True) for other in drawn)
 
 
-def test_one_run_takes_one_device_and_a_job_ends_at_once_and_prints_once(script, monkeypatch):
+def test_one_run_takes_one_device_and_of_a_job_one_process_prints(script, monkeypatch):
     args = script.parse_args([])  # nothing to save, nothing to draw
     monkeypatch.setattr(script, "parse_args", lambda argv: args)
 
@@ -116,7 +116,7 @@ def test_one_run_takes_one_device_and_a_job_ends_at_once_and_prints_once(script,
 
     assert re.findall(r"\d+", printed().partition("\n")[0]) == ["1", "1"]  # run, device
     args.distributed = True
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # ends a job
         printed(3)
     monkeypatch.setattr("jax.process_index", lambda: 1)
     assert not printed()

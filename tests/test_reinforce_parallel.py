@@ -77,7 +77,7 @@ def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
     slope = jax.grad(partial(rp.policy_loss, run := SimpleNamespace(gamma=0.5)))
     slopes = jax.jit(jax.vmap(partial(slope, params)))(episodes)["b1"]
     close(-probability[three].prod(axis=1) @ slopes, exact * 2 / 3)
-    close(jax.vmap(partial(rp.advantages, run))(episodes)[:, :, 0].sum(axis=1), 0)
+    close(jax.vmap(partial(rp.advantages, run))(episodes)[:, :, 0].sum(axis=1), 0)  # all live
     # Equal episodes have no advantage at all: a rounding error would give Adam full steps.
     equal = rp.Step(None, None, reward=np.full((7, 99), 0.1), mask=np.ones((7, 99), bool))
     assert not jit(rp.advantages, run)(equal).any()

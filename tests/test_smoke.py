@@ -29,7 +29,7 @@ def start(folder, script, flags, **env):
 def started(tmp_path_factory):
     folders = {script: tmp_path_factory.mktemp("run") for script in SCRIPTS}
     env = {"MPLBACKEND": "module://none", "JAX_NUM_CPU_DEVICES": "1"}
-    own = {s: {"JAX_CHECK_TRACER_LEAKS": str(s == TRIO[1])} for s in SCRIPTS}  # slow: one of twins
+    own = {s: {"JAX_CHECK_TRACER_LEAKS": str(s == TRIO[1])} for s in SCRIPTS}  # slow, so for one
     return {s: (f, start(f, s, FLAGS[s], **env, **own[s])) for s, f in folders.items()}
 
 
