@@ -35,7 +35,8 @@ Shapes: R runs, K intervals, U = interval_updates updates, N = num_envs environm
 C = buffer_size transitions in the buffer, B = batch_size transitions in a batch, E = eval_episodes
 episodes, D observation dimensions, F = num_centers features, A actions.
 
-First come the flags, then the algorithm, for one run, then the launcher, the same in all learners.
+Read down to the end of `main`: first come the flags, then the algorithm, written for one run, then
+`main`, which runs it. What follows `main` is not about learning.
 """
 
 import argparse
@@ -43,21 +44,21 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 # jax reads this when it is imported: each CPU core that this process may use becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
-# A command draws into files, with any backend. In a notebook, the user's backend stays.
 if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"
+    os.environ["MPLBACKEND"] = "agg"  # gymnax imports pyplot; scripts need no display
 import jax
 
-if "--distributed" in sys.argv:  # before gymnax is imported, because gymnax creates arrays
-    jax.distributed.initialize()
+if __name__ == "__main__" and "--distributed" in sys.argv:
+    jax.distributed.initialize()  # before gymnax is imported, because gymnax creates arrays
 
 import gymnax
 import jax.numpy as jnp
@@ -66,23 +67,24 @@ import optax
 from jax.experimental.multihost_utils import process_allgather
 
 # What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
-# These scales suit radial basis functions; a neural network wants observations of unit variance.
+# For another environment, add its scale. With more dimensions, centers are farther away: raise
+# --sigma in proportion to the root of their number, or all features are close to 0.
 OBS_SCALE = {
     "CartPole-v1": [2.4, 3.0, 0.2, 3.0],  # m, m/s, rad, rad/s: the limits, and usual speeds
     "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: about half the limits
     "MountainCar-v0": [1.2, 0.07],  # length: the left wall; length/step: the top speed
 }
-MAX_CURVES = 10  # settings in a figure: Matplotlib has ten colors
 
 
 def parse_args(argv=None):
     """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
-    # A swept flag is a list in args. In a function of one run, run.gamma is one value, and traced:
-    # good for arithmetic, not for shapes, loops or `if`. Other flags are plain Python values.
-    # `number` and `output` (see the launcher) refuse wrong values.
-    flag, sweep = parser.add_argument, partial(parser.add_argument, nargs="+")
+    flag, swept = parser.add_argument, []
+
+    def sweep(name, **more):
+        swept.append(flag(name, nargs="+", **more).dest)
+
     count, unit, width = number(int, 1, 1e6), number(float, 0, 1), number(float, 1e-3, 1e3)
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
     flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
@@ -104,23 +106,33 @@ def parse_args(argv=None):
     flag("--num-centers", type=count, default=500, help="number of radial basis features")
     sweep("--sigma", type=width, default=[0.5], help="width of the features")
     flag("--eval-episodes", type=count, default=100, help="greedy episodes after training")
-    flag("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
+    flag(
+        "--distributed", action="store_true", help="join the processes of a Slurm or Open MPI 4 job"
+    )
     flag("--save", type=output(".npz"), metavar="FILE", help="write weights, curves, flags (.npz)")
     picture = output(".png", ".pdf", ".svg")
-    text = f"draw the learning curves of at most {MAX_CURVES} settings (.png, .pdf, .svg)"
+    text = "draw the learning curves of at most ten settings (.png, .pdf, .svg)"
     flag("--plot", type=picture, metavar="FILE", help=text)
     args = parser.parse_args(argv)
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
+    args.swept = tuple(swept)
+    args.env, args.env_params = gymnax.make(args.env_id)  # to change either, change it here
     if args.buffer_size < args.num_envs:
         parser.error("--buffer-size must be at least --num-envs")
     num_updates = math.ceil(args.total_timesteps / args.num_envs)
     args.interval_updates = math.ceil(num_updates / args.num_intervals)
     args.num_intervals = math.ceil(num_updates / args.interval_updates)
-    args.interval_timesteps = args.interval_updates * args.num_envs
     args.num_updates = args.num_intervals * args.interval_updates
-    make_env(args.env_id)  # fills the cache: some environments cannot be made inside of jit
     return args
+
+
+# The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
+# differ between runs, so they are traced: good for arithmetic, not for shapes, loops or `if`. All
+# other flags are Python values.
+#
+# A metric is a number in the dictionary that `td_loss` or `vector_step` returns. It is averaged up
+# to the next progress line, printed and saved by its name.
 
 
 class Transition(NamedTuple):
@@ -147,30 +159,26 @@ class TrainState(NamedTuple):
     timesteps: jax.Array  # environment steps so far; each one is stored in the buffer
 
 
-@cache
-def make_env(env_id):
-    """Make an environment and its parameters. To change either, change it here."""
-    env, env_params = gymnax.make(env_id)
-    # NumPy arrays, because a program made by .compile() cannot hold JAX arrays as constants.
-    return env, jax.tree.map(np.asarray, env_params)
-
-
 def optimizer(run):
-    """Make Adam. Its learning rate falls linearly to 0."""
-    return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
+    """Make Adam for the weights. Its learning rate falls linearly to 0.
+
+    The centers are frozen: Adam does not see them. Chain what clips or decays with Adam, inside.
+    """
+    adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
+    return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
 
 
 def init_state(run):
-    """State in which a run starts."""
-    env, env_params = make_env(run.env_id)
+    """Initial state of one run."""
     key, key_reset, key_centers = jax.random.split(jax.random.key(run.seed), 3)
     keys = jax.random.split(key_reset, run.num_envs)
-    obs, env_state = jax.vmap(partial(env.reset, params=env_params))(keys)
-    num_actions = env.action_space(env_params).n
+    obs, env_state = jax.vmap(partial(run.env.reset, params=run.env_params))(keys)
+    num_actions = run.env.action_space(run.env_params).n
     params = {
-        "centers": jax.random.uniform(key_centers, (obs.shape[1], run.num_centers), minval=-1.0),
+        "centers": jax.random.uniform(key_centers, (obs[0].size, run.num_centers), minval=-1.0),
         "weights": jnp.zeros((num_actions, run.num_centers)),
     }
+    no_obs = jnp.zeros((run.buffer_size, *obs.shape[1:]), obs.dtype)
     return TrainState(
         key=key,
         params=params,
@@ -180,10 +188,10 @@ def init_state(run):
         obs=obs,
         episode_return=jnp.zeros(run.num_envs),
         buffer=Transition(
-            obs=jnp.zeros((run.buffer_size, obs.shape[1])),
+            obs=no_obs,
             action=jnp.zeros(run.buffer_size, int),
             reward=jnp.zeros(run.buffer_size),
-            next_obs=jnp.zeros((run.buffer_size, obs.shape[1])),
+            next_obs=no_obs,
             terminated=jnp.zeros(run.buffer_size, bool),
         ),
         timesteps=jnp.array(0),
@@ -192,9 +200,8 @@ def init_state(run):
 
 def q_values(run, params, obs):
     """Values (A,) of all actions in an observation (D,)."""
-    scaled = obs / jnp.array(OBS_SCALE[run.env_id])
-    centers = jax.lax.stop_gradient(params["centers"])  # they stay where they are
-    squared_distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,)
+    scaled = obs.reshape(-1) / jnp.array(OBS_SCALE[run.env_id])
+    squared_distance = jnp.sum((scaled[:, None] - params["centers"]) ** 2, axis=0)  # (F,)
     phi = jnp.exp(-squared_distance / (2 * run.sigma**2))  # (F,)
     # One product for each action: 1.7 times as fast as weights @ phi.
     return jnp.stack([w_a @ phi for w_a in params["weights"]])
@@ -207,59 +214,63 @@ def exploration_rate(run, t):
 
 def select_action(epsilon, q, uniform):
     """Choose an action epsilon-greedily by values (A,), with two random numbers in [0, 1)."""
-    random_action = (len(q) * uniform[1]).astype(int)
+    random_action = jnp.floor(len(q) * uniform[1]).astype(int)  # each equally likely
     return jnp.where(uniform[0] < epsilon, random_action, jnp.argmax(q))
 
 
 def vector_step(run, state, _):
-    """Step N environments. Also return their transitions, and what a progress line shows."""
-    env, env_params = make_env(run.env_id)
+    """Step N environments. Return their transitions, and what the next progress line averages."""
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
+    # All random numbers at once: faster than a key for each environment.
     uniform = jax.random.uniform(key_uniform, (run.num_envs, 2))
     q = jax.vmap(partial(q_values, run, state.params))(state.obs)  # (N, A)
     epsilon = exploration_rate(run, state.timesteps // run.num_envs)  # vector steps so far
     action = jax.vmap(partial(select_action, epsilon))(q, uniform)  # (N,)
-    step = jax.vmap(partial(env.step, params=env_params))
+    step = jax.vmap(partial(run.env.step, params=run.env_params))
     obs, env_state, reward, terminated, truncated, info = step(step_keys, state.env_state, action)
     transitions = Transition(
         obs=state.obs,
         action=action,
         reward=reward,
-        next_obs=info["final_observation"],  # where an episode ended, obs is of the next one
+        # Where an episode ended, `obs` is of the next one. A wrapper must change both alike.
+        next_obs=info["final_observation"],
         terminated=terminated,
     )
     done = terminated | truncated
     total = state.episode_return + reward
-    return_sum = jnp.sum(jnp.where(done, total, 0.0))
-    metrics = {"episodes": jnp.sum(done), "return_sum": return_sum, "epsilon": epsilon}
+    averaged = {"episodes": jnp.sum(done), "return_sum": jnp.sum(jnp.where(done, total, 0.0))}
+    averaged["epsilon"] = epsilon
     episode_return = jnp.where(done, 0.0, total)
     state = state._replace(key=key, env_state=env_state, obs=obs, episode_return=episode_return)
-    return state, (transitions, metrics)
+    return state, (transitions, averaged)
 
 
-def td_target(run, state, transition):
+def td_target(run, params, transition):
     """Target of one transition."""
-    next_q = q_values(run, state.target_params, transition.next_obs)  # (A,)
+    next_q = q_values(run, params, transition.next_obs)  # (A,)
     next_value = jnp.where(transition.terminated, 0.0, jnp.max(next_q))
     return transition.reward + run.gamma * next_value
 
 
-def q_value(run, params, transition):
-    """Value of the action that was taken."""
-    return q_values(run, params, transition.obs)[transition.action]
+def td_error(run, params, transition, target):
+    """Target minus the value of the action that was taken. Also return that value."""
+    value = q_values(run, params, transition.obs)[transition.action]
+    return target - value, value
 
 
 def td_loss(run, params, batch, targets):
     """Half the mean squared TD error of a batch (B,). Also return what a progress line shows."""
-    q = jax.vmap(partial(q_value, run, params))(batch)  # (B,)
-    metrics = {"td_error": jnp.mean(jnp.abs(targets - q)), "q_value": jnp.mean(q)}
-    return jnp.mean((targets - q) ** 2) / 2, metrics
+    errors, values = jax.vmap(partial(td_error, run, params))(batch, targets)  # (B,)
+    metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
+    return jnp.mean(errors**2) / 2, metrics
 
 
 def train_step(run, state, _):
     """Store the transitions of one vector step, then learn from a random batch of all stored."""
-    state, (transitions, metrics) = vector_step(run, state, None)
+    state, (transitions, averaged) = vector_step(run, state, None)
+    # So the next transition of the same environment lies N slots further on. Methods that follow
+    # an episode through the buffer must also store `truncated`.
     slots = (state.timesteps + jnp.arange(run.num_envs)) % run.buffer_size
     buffer = jax.tree.map(lambda old, new: old.at[slots].set(new), state.buffer, transitions)
     timesteps = state.timesteps + run.num_envs
@@ -269,40 +280,40 @@ def train_step(run, state, _):
     chosen = jax.random.randint(key_batch, run.batch_size, 0, num_stored)
     batch = jax.tree.map(lambda column: column[chosen], buffer)  # (B,)
     # The targets are computed outside of the loss, so no gradient flows through them.
-    targets = jax.vmap(partial(td_target, run, state))(batch)  # (B,)
+    targets = jax.vmap(partial(td_target, run, state.target_params))(batch)  # (B,)
     loss = partial(td_loss, run)
-    grad, loss_metrics = jax.grad(loss, has_aux=True)(state.params, batch, targets)
-    updates, opt_state = optimizer(run).update(grad, state.opt_state)
+    grad, metrics = jax.grad(loss, has_aux=True)(state.params, batch, targets)
+    updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     target_params = optax.incremental_update(params, state.target_params, run.tau)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
-    return state, metrics | loss_metrics
+    return state, dict(**averaged, **metrics)  # unlike `|`, this refuses a name that both have
 
 
 def train_interval(run, state):
     """Make U updates, up to the next progress line. Also return what the line shows."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
-    means = jax.tree.map(jnp.mean, metrics)
-    episodes = means.pop("episodes")  # per update, as is return_sum
-    means["returns"] = means.pop("return_sum") / episodes  # nan if none ended
-    return state, {"timesteps": jnp.array(run.interval_timesteps), **means}
+    means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
+    returns = means.pop("return_sum") / means.pop("episodes")  # nan if no episode ended
+    # Here, all runs take the same number of steps. In REINFORCE, they do not.
+    timesteps = jnp.array(run.interval_updates * run.num_envs)
+    return state, dict(timesteps=timesteps, returns=returns, **means)
 
 
 def greedy_return(run, params, key):
     """Undiscounted return of one greedy episode, which ends at the time limit at the latest."""
-    env, env_params = make_env(run.env_id)
 
     def step(carry, key):
-        obs, env_state, mask, total = carry
+        obs, env_state, alive, total = carry
         action = jnp.argmax(q_values(run, params, obs))
-        stepped = env.step(key, env_state, action, env_params)
+        stepped = run.env.step(key, env_state, action, run.env_params)
         obs, env_state, reward, terminated, truncated, _ = stepped
-        total = jnp.where(mask, total + reward, total)
-        return (obs, env_state, mask & ~(terminated | truncated), total), None
+        total = jnp.where(alive, total + reward, total)
+        return (obs, env_state, alive & ~(terminated | truncated), total), None
 
     key_reset, key_steps = jax.random.split(key)
-    obs, env_state = env.reset(key_reset, env_params)
-    keys = jax.random.split(key_steps, int(env_params.max_steps_in_episode))
+    obs, env_state = run.env.reset(key_reset, run.env_params)
+    keys = jax.random.split(key_steps, int(run.env_params.max_steps_in_episode))
     carry = obs, env_state, jnp.array(True), jnp.array(0.0)
     (*_, total), _ = jax.lax.scan(step, carry, keys)
     return total
@@ -310,45 +321,87 @@ def greedy_return(run, params, key):
 
 def evaluate(run, state):
     """What a run ends with: the returns (E,) of greedy episodes, and what was learned."""
-    keys = jax.random.split(state.key, run.eval_episodes)
+    # Training splits state.key, but never folds a number in, so this may be called at any time.
+    key = jax.random.fold_in(state.key, 999)
+    keys = jax.random.split(key, run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.params))(keys)
     scale = jnp.array(OBS_SCALE[run.env_id])
-    return {"greedy_return": returns, "obs_scale": scale, **state.params}
+    return dict(greedy_return=returns, obs_scale=scale, **flat(state.params))
 
 
 def report(args, learned):
-    """Describe what the r runs of a setting learned."""
-    means = learned["greedy_return"].mean(axis=1)  # (r,)
+    """Describe what the runs of a setting learned."""
+    means = learned["greedy_return"].mean(axis=1)  # one for each run
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
 
 
-def draw(args, labels, results):
-    """Draw the learning curves for --plot."""
+def draw(args, labels, curves, learned):
+    """Draw what --plot asks for."""
     if args.plot:
-        plot(args.plot, labels, results["timesteps"], results["returns"])
+        plot(args.plot, labels, curves["timesteps"], curves["returns"])
 
 
-def plot(path, labels, timesteps, returns):
-    """Draw returns (K, R) over timesteps (K, R): runs thin, the median of each setting bold."""
-    from matplotlib.figure import Figure
+def main(argv=None):
+    """Train, evaluate, save and report. Return what --save writes. Ctrl-C ends training early."""
+    args = parse_args(argv)  # None: those of the command line; in a notebook, call main([])
+    flags = json.dumps(vars(args), default=as_json)
+    columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
+    num_runs = len(columns["seed"])
+    devices, batch_size, num_rows = divide(args, num_runs)
+    # Copies of the first runs fill up the devices. `gather` cuts them off.
+    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
+    over_runs = partial(vectorize, args=args, devices=devices, batch_size=batch_size)
+    first = jax.process_index() == 0  # in a job, only process 0 prints and writes
+    show = partial(print, flush=True) if first else lambda *_: None
+    show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
 
-    shown, title = labels[:MAX_CURVES], None
-    if len(shown) < len(labels):
-        title = f"the first {len(shown)} of {len(labels)} settings"
-    figure = Figure(figsize=(6.4, 4.4 + 0.2 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    x, y = (np.split(array, len(labels), axis=1) for array in (timesteps, returns))
-    for i, label in enumerate(shown):  # x[i], y[i]: (K, r)
-        axes.plot(x[i], y[i], f"C{i}.-", linewidth=0.5, markersize=1, alpha=0.3)
-        # Not np.nanmedian, which would warn if all are nan.
-        middle = np.median(x[i], axis=1), jnp.nanmedian(y[i], axis=1)
-        axes.plot(*middle, f"C{i}.-", linewidth=2, label=f"median  {label}".strip())
-    axes.set(xlabel="environment steps", ylabel="return of training episodes")
-    figure.legend(loc="outside upper center", fontsize="small", title=title)
-    figure.savefig(path)
+    began = time.perf_counter()
+    state = over_runs(init_state)(rows)
+    train = over_runs(train_interval).lower(rows, state).compile()
+    finish = over_runs(evaluate).lower(rows, state).compile()
+    check_results(columns, train.out_info[1], finish.out_info)
+    compile_seconds = time.perf_counter() - began
+    show(f"compiled in {compile_seconds:.1f} s")
+
+    lines, num_lines, timesteps = [], 0, 0
+    began = time.perf_counter()
+    try:
+        while num_lines < args.num_intervals:
+            next_state, metrics = train(rows, state)
+            line = flat(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
+            train_seconds = time.perf_counter() - began
+            timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
+            lines.append({**line, "timesteps": timesteps})
+            show(describe(lines[-1], train_seconds))
+            # In one statement, so that Ctrl-C cannot come between them.
+            state, num_lines = next_state, num_lines + 1
+    except KeyboardInterrupt:
+        if args.distributed or num_lines == 0:
+            raise
+        show(f"interrupted: the results are those of line {num_lines}")
+
+    learned = gather(finish(rows, state), num_runs)  # (R, ...) each
+    curves = {name: np.stack([line[name] for line in lines[:num_lines]]) for name in lines[0]}
+    results = {
+        "args": flags,
+        "compile_seconds": compile_seconds,
+        "train_seconds": train_seconds,
+        "interrupted": num_lines < args.num_intervals,
+        **columns,  # (R,) each
+        **curves,  # (K, R) each
+        **flat(learned),
+    }
+    if first and args.save:
+        np.savez(args.save, **results)
+    for i, label in enumerate(labels):
+        of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
+        show(f"{label}  {report(args, take(learned, of_setting))}".strip())
+    if first:
+        draw(args, labels, curves, learned)
+    return results
 
 
-vectorize = jax.vmap  # the runs of a device
+RUNS_AT_ONCE = 8  # vmapped on a core of a CPU; the data of more would not fit into its cache
 COMPILER_OPTIONS = {  # on a CPU
     "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
     "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.1 to 1.3 times as fast
@@ -357,44 +410,30 @@ COMPILER_OPTIONS = {  # on a CPU
 }
 
 
-# From here on, all learners are the same to the letter: the launcher.
+def plot(path, labels, timesteps, returns):
+    """Draw returns (K, R) over timesteps (K, R): runs thin, the median of each setting bold."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    shown, title = labels[:10], None  # Matplotlib has ten colors
+    if len(shown) < len(labels):
+        title = f"the first {len(shown)} of {len(labels)} settings"
+    x, y = (np.split(array, len(labels), axis=1) for array in (timesteps, returns))
+    with matplotlib.style.context("default"):  # whatever a matplotlibrc says
+        figure = Figure(figsize=(6.4, 4.4 + 0.2 * len(shown)), layout="constrained")
+        axes = figure.subplots()
+        for i, label in enumerate(shown):  # x[i], y[i]: (K, runs of a setting)
+            axes.plot(x[i], y[i], f"C{i}.-", linewidth=0.5, markersize=1, alpha=0.3)
+            # Not np.nanmedian, which would warn if all are nan.
+            middle = np.median(x[i], axis=1), jnp.nanmedian(y[i], axis=1)
+            axes.plot(*middle, f"C{i}.-", linewidth=2, label=f"median  {label}".strip())
+        axes.set(xlabel="environment steps", ylabel="return of training episodes")
+        figure.legend(loc="outside upper center", fontsize="small", title=title)
+        figure.savefig(path)
 
 
-def all_runs(args):
-    """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
-
-    Return what differs between runs, {flag: (R,)}, and a label for each setting.
-    """
-    swept = {name: values for name, values in vars(args).items() if isinstance(values, list)}
-    product = itertools.product(*swept.values())
-    settings = [dict(zip(swept, values, strict=True)) for values in product]
-    seeds = range(args.seed, args.seed + args.num_seeds)
-    runs = [{**setting, "seed": seed} for setting in settings for seed in seeds]
-    varied = [name for name, values in swept.items() if len(values) > 1]
-    labels = [", ".join(f"{name} {setting[name]:.9g}" for name in varied) for setting in settings]
-    return {name: np.array([run[name] for run in runs]) for name in runs[0]}, labels
-
-
-def over_runs(function, args, num_devices):
-    """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
-
-    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
-    an axis of runs in front.
-    """
-
-    def of_one_run(own, *arrays):
-        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
-
-    mesh, axis = jax.sharding.Mesh(jax.devices()[:num_devices], "runs"), jax.P("runs")
-    # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
-    shard = partial(jax.shard_map, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
-    options = COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
-    return jax.jit(shard(vectorize(of_one_run)), compiler_options=options)
-
-
-def gather(tree, length):
-    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
-    return jax.tree.map(lambda array: array[:length], process_allgather(tree, tiled=True))
+# From here on, nothing is about learning: the helpers of `parse_args` and `main`, the same in all
+# learners.
 
 
 def number(kind, low, high):
@@ -423,67 +462,102 @@ def output(*endings):
     return parse
 
 
-def main(argv=None):
-    """Train, evaluate and report. Return what --save writes. Ctrl-C ends training early."""
-    args = parse_args(argv)
-    file = None if jax.process_index() == 0 else open(os.devnull, "w")  # one process prints for all
-    show = partial(print, file=file, flush=True)
-    columns, labels = all_runs(args)
-    num_runs = len(columns["seed"])
-    per_device = math.ceil(num_runs / jax.device_count())
-    num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    # Copies of the first runs fill up the devices; `gather` cuts them off.
-    padded = {name: np.resize(column, num_devices * per_device) for name, column in columns.items()}
-    on_devices = partial(over_runs, args=args, num_devices=num_devices)
-    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    show(f"{runs} on {num_devices} x {jax.devices()[0].device_kind}")
+def as_json(value):
+    """Replace a flag that JSON does not know by a list of numbers, or by a text."""
+    if hasattr(value, "tolist"):  # an array
+        return value.tolist()
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # no address: it differs between commands
 
-    began = time.perf_counter()
-    state = on_devices(init_state)(padded)
-    train = on_devices(train_interval).lower(padded, state).compile()
-    finish = on_devices(evaluate).lower(padded, state).compile()
-    compile_seconds = time.perf_counter() - began
-    show(f"compiled in {compile_seconds:.1f} s")
 
-    history, timesteps, train_seconds = [], np.zeros(num_runs, np.int64), 0.0
-    try:
-        for _ in range(args.num_intervals):
-            began = time.perf_counter()
-            next_state, metrics = train(padded, state)
-            metrics = gather(metrics, num_runs)  # waits for train; Ctrl-C is raised here
-            train_seconds += time.perf_counter() - began
-            # The steps of each run may come in parts, because arrays of jax hold less than 2^31.
-            parts = metrics.pop("timesteps").reshape(num_runs, -1)
-            timesteps = timesteps + parts.sum(axis=1, dtype=np.int64)  # (R,) so far
-            # Not np.nanmean, which would warn if all are nan.
-            means = [f"{name} {jnp.nanmean(values):#.4g}" for name, values in metrics.items()]
-            speed = f"{timesteps.sum() / train_seconds:,.0f} steps/s"
-            # Both in one statement, so that Ctrl-C cannot come between them.
-            state, history = next_state, [*history, {"timesteps": timesteps, **metrics}]
-            show(f"step {timesteps.mean():,.0f}", *means, speed, sep="  ")
-    except KeyboardInterrupt:
-        if args.distributed or not history:
-            raise
-        show(f"interrupted: the results are those of step {history[-1]['timesteps'].mean():,.0f}")
+def settings_and_seeds(args):
+    """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
 
-    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
-    for label, rows in zip(labels, np.split(np.arange(num_runs), len(labels)), strict=True):
-        text = report(args, {name: values[rows] for name, values in learned.items()})
-        show(f"{label}  {text}".strip())
-    results = {
-        "args": json.dumps(vars(args)),
-        **columns,
-        "compile_seconds": compile_seconds,
-        "train_seconds": train_seconds,
-        "interrupted": len(history) < args.num_intervals,
-        **{name: np.stack([line[name] for line in history]) for name in history[0]},  # (K, R)
-        **learned,
-    }
-    if jax.process_index() == 0:
-        if args.save:
-            np.savez(args.save, **results)
-        draw(args, labels, results)
-    return results
+    Return what differs between runs, {flag: (R,)}, and a label for each setting.
+    """
+    swept = {name: getattr(args, name) for name in args.swept}
+    product = itertools.product(*swept.values())
+    settings = [dict(zip(swept, values, strict=True)) for values in product]
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    runs = [{**setting, "seed": seed} for setting in settings for seed in seeds]
+    varied = [name for name, values in swept.items() if len(values) > 1]
+    labels = [", ".join(f"{name} {setting[name]:.9g}" for name in varied) for setting in settings]
+    return {name: np.array([run[name] for run in runs]) for name in runs[0]}, labels
+
+
+def divide(args, num_runs):
+    """Divide runs evenly among devices, and those of a CPU core into equal batches.
+
+    Return the devices, the runs in a batch, and the runs on all devices. On 16 cores, 40 runs are 3
+    on each of 14, so 42; 300 runs are 19 on each, so 3 batches of 7 if at most 8 fit, and 336.
+    """
+    devices, num_batches = jax.devices(), 1
+    per_device = math.ceil(num_runs / len(devices))
+    if not args.distributed:  # in a job, each process needs all of its devices
+        devices = devices[: math.ceil(num_runs / per_device)]
+    if devices[0].platform == "cpu":
+        num_batches = math.ceil(per_device / RUNS_AT_ONCE)
+    batch_size = math.ceil(per_device / num_batches)
+    return devices, batch_size, len(devices) * num_batches * batch_size
+
+
+def vectorize(function, args, devices, batch_size):
+    """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
+
+    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
+    an axis of runs in front.
+    """
+
+    def one_run(inputs):
+        own, *arrays = inputs
+        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
+
+    def one_device(*inputs):
+        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+
+    mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
+    # Without check_vma, which rejects loops that start from constants.
+    spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
+    options = COMPILER_OPTIONS if devices[0].platform == "cpu" else None
+    return jax.jit(spread, compiler_options=options)
+
+
+def take(tree, rows):
+    """Take some rows of each array."""
+    return jax.tree.map(lambda array: array[rows], tree)
+
+
+def gather(tree, length):
+    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
+    return take(process_allgather(tree, tiled=True), slice(length))
+
+
+def flat(tree):
+    """Make {name: array} of any tree. Names of nested arrays are joined, as in layer.kernel."""
+    leaves = jax.tree.leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
+
+
+def check_results(columns, metrics, learned):
+    """Refuse, before training, what --save could not write: a name twice, or no numbers."""
+    arrays = [*flat(metrics).items(), *flat(learned).items()]
+    names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
+    names += [*columns, *(name for name, _ in arrays)]
+    for name, array in arrays:
+        if names.count(name) > 1:
+            raise ValueError(f"the name {name!r} is taken: give this metric or result another one")
+        if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
+            raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+
+
+def describe(line, seconds):
+    """Describe an interval. A metric is the mean over the runs in which it is not nan."""
+    words = [f"step {line['timesteps'].mean():,.0f}"]
+    for name, array in line.items():
+        if name != "timesteps" and array.ndim == 1:  # one number for each run
+            known = array[~np.isnan(array)]
+            words.append(f"{name} {known.mean() if len(known) else np.nan:#.4g}")
+    return "  ".join([*words, f"{line['timesteps'].sum() / seconds:,.0f} steps/s"])
 
 
 if __name__ == "__main__":
