@@ -15,12 +15,15 @@ where d is the number of steps of the shortest path to the goal that begins with
     python gridworld_qlearning.py                                          # one agent
     python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # a thousand
 
-To change the task, change `start`, `goal`, MOVES, SIGNS and `env_step`.
+To change the task, change `start`, `goal`, MOVES, SIGNS and `env_step`. If moves are random, as on
+slippery ground, also draw their numbers in `train_block`, pass them on in `train_step`, and let
+`evaluate` play many episodes, since one greedy path then says little.
 
 Shapes: R runs (agents), K intervals, U = interval_blocks blocks of T = BLOCK steps,
 H, W = grid_size rows and columns, S = H * W cells, A actions.
 
-First come the flags, then the algorithm, for one run, then the launcher, the same in all learners.
+Read down to the end of `main`: first come the flags, then the algorithm, written for one run, then
+`main`, which runs it. What follows `main` is not about learning.
 """
 
 import argparse
@@ -28,6 +31,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
 from functools import partial
@@ -36,17 +40,15 @@ from typing import NamedTuple
 # jax reads this when it is imported: each CPU core that this process may use becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
-# A command draws into files, with any backend. In a notebook, the user's backend stays.
 if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"
+    os.environ["MPLBACKEND"] = "agg"  # draws into files; in a notebook, the user's backend stays
 # Compile loops over up to 500 kB of data into one function: 1.5 times as fast with one agent.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=500000"
-)
+LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=500000"
+os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # of two, the last counts
 import jax
 
-if "--distributed" in sys.argv:  # before the first array is created
-    jax.distributed.initialize()
+if __name__ == "__main__" and "--distributed" in sys.argv:
+    jax.distributed.initialize()  # before the first array is created
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,17 +57,18 @@ from jax.experimental.multihost_utils import process_allgather
 MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left, up: row, column
 SIGNS = np.array([">", "v", "<", "^"])  # (A,) how a move is printed
 BLOCK = 1000  # steps whose random numbers are drawn at once
-MAX_PANELS = 4  # settings in a figure
+MAX_PRINTED = 4000  # entries of a table
 
 
 def parse_args(argv=None):
     """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
-    # A swept flag is a list in args. In a function of one run, run.gamma is one value, and traced:
-    # good for arithmetic, not for shapes, loops or `if`. Other flags are plain Python values.
-    # `number` and `output` (see the launcher) refuse wrong values.
-    flag, sweep = parser.add_argument, partial(parser.add_argument, nargs="+")
+    flag, swept = parser.add_argument, []
+
+    def sweep(name, **more):
+        swept.append(flag(name, nargs="+", **more).dest)
+
     count, unit, side = number(int, 1, 1e6), number(float, 0, 1), number(int, 2, 1e3)
     flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs (agents) of each setting")
@@ -76,19 +79,29 @@ def parse_args(argv=None):
     sweep("--learning-rate", type=unit, default=[0.1], help="step size alpha")
     sweep("--gamma", type=unit, default=[0.9], help="discount factor")
     sweep("--epsilon", type=unit, default=[0.1], help="probability of a random action")
-    flag("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
+    flag(
+        "--distributed", action="store_true", help="join the processes of a Slurm or Open MPI 4 job"
+    )
     flag("--save", type=output(".npz"), metavar="FILE", help="write tables, curves, flags (.npz)")
     picture = output(".png", ".pdf", ".svg")
-    text = f"draw values and greedy actions of at most {MAX_PANELS} settings (.png, .pdf, .svg)"
+    text = "draw values and greedy actions of at most four settings (.png, .pdf, .svg)"
     flag("--plot", type=picture, metavar="FILE", help=text)
     args = parser.parse_args(argv)
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
-    args.grid_size = tuple(args.grid_size)  # only lists are swept
+    args.swept = tuple(swept)
     num_blocks = math.ceil(args.total_timesteps / BLOCK)
     args.interval_blocks = math.ceil(num_blocks / args.num_intervals)
     args.num_intervals = math.ceil(num_blocks / args.interval_blocks)
     return args
+
+
+# The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
+# differ between runs, so they are traced: good for arithmetic, not for shapes, loops or `if`. All
+# other flags are Python values.
+#
+# A metric is a number in the dictionary that `train_step` returns. It is averaged up to the next
+# progress line, printed and saved by its name.
 
 
 class TrainState(NamedTuple):
@@ -117,7 +130,7 @@ def env_step(run, cell, action):
 
 
 def init_state(run):
-    """State in which a run starts."""
+    """Initial state of one run."""
     return TrainState(
         key=jax.random.key(run.seed),
         q_table=jnp.zeros((*run.grid_size, len(MOVES))),
@@ -156,17 +169,21 @@ def train_block(run, state, _):
     explore = jax.random.bernoulli(key_explore, run.epsilon, BLOCK)
     draws = explore, jax.random.uniform(key_uniform, BLOCK)
     state, metrics = jax.lax.scan(partial(train_step, run), state._replace(key=key), draws)
-    return state, jax.tree.map(jnp.mean, metrics)
+    return state, jax.tree.map(partial(jnp.mean, axis=0), metrics)
 
 
 def train_interval(run, state):
     """Train up to the next progress line. Also return what the line shows."""
     state, metrics = jax.lax.scan(partial(train_block, run), state, length=run.interval_blocks)
-    means = jax.tree.map(jnp.mean, metrics)
+    means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
     episodes = means.pop("episodes")  # ended per step
-    means["steps_per_episode"] = 1 / episodes  # inf if none ended
-    means["returns"] = means.pop("rewards") / episodes  # nan if none ended
-    return state, {"timesteps": jnp.array(run.interval_blocks * BLOCK), **means}
+    steps_per_episode = jnp.where(episodes > 0, 1 / episodes, jnp.nan)  # nan if none ended
+    returns = means.pop("rewards") * steps_per_episode
+    # Here, all runs take the same number of steps. In REINFORCE, they do not.
+    timesteps = jnp.array(run.interval_blocks * BLOCK)
+    return state, dict(
+        timesteps=timesteps, returns=returns, steps_per_episode=steps_per_episode, **means
+    )
 
 
 def evaluate(run, state):
@@ -196,93 +213,112 @@ def grid_text(table):
 
 
 def report(args, learned):
-    """Describe what the r runs of a setting learned: the mean of their tables, and how they do."""
+    """Describe what the runs of a setting learned: the mean of their tables, and how they do."""
     table, greedy_steps = learned["q_table"].mean(axis=0), learned["greedy_steps"]
     arrived = greedy_steps[np.isfinite(greedy_steps)]
     longest = f", in at most {arrived.max():.0f} steps" if len(arrived) else ""
     value = learned["q_table"][:, *start(args)].max(axis=-1).mean()
     reach = f"{len(arrived)} of {len(greedy_steps)} greedy agents reach the goal{longest}"
-    return f"value of the start {value:.5f}  {reach}\n{grid_text(table)}"
+    text = f"value of the start {value:.5f}  {reach}"
+    # A large table would fill pages. --plot draws it.
+    return f"{text}\n{grid_text(table)}" if table.size < MAX_PRINTED else text
 
 
-def draw(args, labels, results):
-    """Draw the mean table of each setting for --plot."""
+def draw(args, labels, curves, learned):
+    """Draw what --plot asks for: the mean table of each setting."""
     if args.plot:
-        tables = [agents.mean(axis=0) for agents in np.split(results["q_table"], len(labels))]
+        tables = [agents.mean(axis=0) for agents in np.split(learned["q_table"], len(labels))]
         plot(args.plot, labels, tables)
+
+
+def main(argv=None):
+    """Train, evaluate, save and report. Return what --save writes. Ctrl-C ends training early."""
+    args = parse_args(argv)  # None: those of the command line; in a notebook, call main([])
+    flags = json.dumps(vars(args), default=as_json)
+    columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
+    num_runs = len(columns["seed"])
+    devices, batch_size, num_rows = divide(args, num_runs)
+    # Copies of the first runs fill up the devices. `gather` cuts them off.
+    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
+    over_runs = partial(vectorize, args=args, devices=devices, batch_size=batch_size)
+    first = jax.process_index() == 0  # in a job, only process 0 prints and writes
+    show = partial(print, flush=True) if first else lambda *_: None
+    show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
+
+    began = time.perf_counter()
+    state = over_runs(init_state)(rows)
+    train = over_runs(train_interval).lower(rows, state).compile()
+    finish = over_runs(evaluate).lower(rows, state).compile()
+    check_results(columns, train.out_info[1], finish.out_info)
+    compile_seconds = time.perf_counter() - began
+    show(f"compiled in {compile_seconds:.1f} s")
+
+    lines, num_lines, timesteps = [], 0, 0
+    began = time.perf_counter()
+    try:
+        while num_lines < args.num_intervals:
+            next_state, metrics = train(rows, state)
+            line = flat(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
+            train_seconds = time.perf_counter() - began
+            timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
+            lines.append({**line, "timesteps": timesteps})
+            show(describe(lines[-1], train_seconds))
+            # In one statement, so that Ctrl-C cannot come between them.
+            state, num_lines = next_state, num_lines + 1
+    except KeyboardInterrupt:
+        if args.distributed or num_lines == 0:
+            raise
+        show(f"interrupted: the results are those of line {num_lines}")
+
+    learned = gather(finish(rows, state), num_runs)  # (R, ...) each
+    curves = {name: np.stack([line[name] for line in lines[:num_lines]]) for name in lines[0]}
+    results = {
+        "args": flags,
+        "compile_seconds": compile_seconds,
+        "train_seconds": train_seconds,
+        "interrupted": num_lines < args.num_intervals,
+        **columns,  # (R,) each
+        **curves,  # (K, R) each
+        **flat(learned),
+    }
+    if first and args.save:
+        np.savez(args.save, **results)
+    for i, label in enumerate(labels):
+        of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
+        show(f"{label}  {report(args, take(learned, of_setting))}".strip())
+    if first:
+        draw(args, labels, curves, learned)
+    return results
+
+
+RUNS_AT_ONCE = 1  # on a core of a CPU: updating several tables at once is slow there
+COMPILER_OPTIONS = None
 
 
 def plot(path, labels, tables):
     """Draw values and greedy actions of tables (H, W, A), one for each label."""
+    import matplotlib.style
     from matplotlib.figure import Figure
 
-    shown = labels[:MAX_PANELS]
-    figure = Figure(figsize=(6, 1 + 3 * len(shown)), layout="constrained")
-    if len(shown) < len(labels):
-        figure.suptitle(f"the first {len(shown)} of {len(labels)} settings")
-    panels = figure.subplots(len(shown), squeeze=False)[:, 0]
-    for axes, label, table in zip(panels, labels, tables, strict=False):
-        image = axes.imshow(table.max(axis=-1))
-        figure.colorbar(image, label="max_a of the agents' mean Q")
-        row, column = np.nonzero(np.any(table, axis=-1))
-        down, to_right = MOVES[table.argmax(axis=-1)[row, column]].T
-        if len(row):
-            axes.quiver(column, row, to_right, down, angles="xy", pivot="mid", color="white")
-        axes.set_title(label)
-    figure.savefig(path)
+    shown = labels[:4]
+    with matplotlib.style.context("default"):  # whatever a matplotlibrc says
+        figure = Figure(figsize=(6, 1 + 3 * len(shown)), layout="constrained")
+        if len(shown) < len(labels):
+            figure.suptitle(f"the first {len(shown)} of {len(labels)} settings")
+        panels = figure.subplots(len(shown), squeeze=False)[:, 0]
+        for axes, label, table in zip(panels, labels, tables, strict=False):
+            image = axes.imshow(table.max(axis=-1))
+            figure.colorbar(image, label="max_a of the agents' mean Q")
+            row, column = np.nonzero(np.any(table, axis=-1))
+            down, to_right = MOVES[table.argmax(axis=-1)[row, column]].T
+            if len(row):
+                axes.quiver(column, row, to_right, down, angles="xy", pivot="mid", color="white")
+            axes.set_title(label)
+        figure.savefig(path)
 
 
-def vectorize(function):
-    """Make a function of one run one of all runs of a device.
-
-    A CPU core takes them one after the other: updating many tables at once is slow there.
-    """
-    if jax.default_backend() == "cpu":
-        return lambda *arrays: jax.lax.map(lambda columns: function(*columns), arrays)
-    return jax.vmap(function)
-
-
-COMPILER_OPTIONS = None
-
-
-# From here on, all learners are the same to the letter: the launcher.
-
-
-def all_runs(args):
-    """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
-
-    Return what differs between runs, {flag: (R,)}, and a label for each setting.
-    """
-    swept = {name: values for name, values in vars(args).items() if isinstance(values, list)}
-    product = itertools.product(*swept.values())
-    settings = [dict(zip(swept, values, strict=True)) for values in product]
-    seeds = range(args.seed, args.seed + args.num_seeds)
-    runs = [{**setting, "seed": seed} for setting in settings for seed in seeds]
-    varied = [name for name, values in swept.items() if len(values) > 1]
-    labels = [", ".join(f"{name} {setting[name]:.9g}" for name in varied) for setting in settings]
-    return {name: np.array([run[name] for run in runs]) for name in runs[0]}, labels
-
-
-def over_runs(function, args, num_devices):
-    """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
-
-    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
-    an axis of runs in front.
-    """
-
-    def of_one_run(own, *arrays):
-        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
-
-    mesh, axis = jax.sharding.Mesh(jax.devices()[:num_devices], "runs"), jax.P("runs")
-    # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
-    shard = partial(jax.shard_map, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
-    options = COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
-    return jax.jit(shard(vectorize(of_one_run)), compiler_options=options)
-
-
-def gather(tree, length):
-    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
-    return jax.tree.map(lambda array: array[:length], process_allgather(tree, tiled=True))
+# From here on, nothing is about learning: the helpers of `parse_args` and `main`, the same in all
+# learners.
 
 
 def number(kind, low, high):
@@ -311,67 +347,102 @@ def output(*endings):
     return parse
 
 
-def main(argv=None):
-    """Train, evaluate and report. Return what --save writes. Ctrl-C ends training early."""
-    args = parse_args(argv)
-    file = None if jax.process_index() == 0 else open(os.devnull, "w")  # one process prints for all
-    show = partial(print, file=file, flush=True)
-    columns, labels = all_runs(args)
-    num_runs = len(columns["seed"])
-    per_device = math.ceil(num_runs / jax.device_count())
-    num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    # Copies of the first runs fill up the devices; `gather` cuts them off.
-    padded = {name: np.resize(column, num_devices * per_device) for name, column in columns.items()}
-    on_devices = partial(over_runs, args=args, num_devices=num_devices)
-    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    show(f"{runs} on {num_devices} x {jax.devices()[0].device_kind}")
+def as_json(value):
+    """Replace a flag that JSON does not know by a list of numbers, or by a text."""
+    if hasattr(value, "tolist"):  # an array
+        return value.tolist()
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # no address: it differs between commands
 
-    began = time.perf_counter()
-    state = on_devices(init_state)(padded)
-    train = on_devices(train_interval).lower(padded, state).compile()
-    finish = on_devices(evaluate).lower(padded, state).compile()
-    compile_seconds = time.perf_counter() - began
-    show(f"compiled in {compile_seconds:.1f} s")
 
-    history, timesteps, train_seconds = [], np.zeros(num_runs, np.int64), 0.0
-    try:
-        for _ in range(args.num_intervals):
-            began = time.perf_counter()
-            next_state, metrics = train(padded, state)
-            metrics = gather(metrics, num_runs)  # waits for train; Ctrl-C is raised here
-            train_seconds += time.perf_counter() - began
-            # The steps of each run may come in parts, because arrays of jax hold less than 2^31.
-            parts = metrics.pop("timesteps").reshape(num_runs, -1)
-            timesteps = timesteps + parts.sum(axis=1, dtype=np.int64)  # (R,) so far
-            # Not np.nanmean, which would warn if all are nan.
-            means = [f"{name} {jnp.nanmean(values):#.4g}" for name, values in metrics.items()]
-            speed = f"{timesteps.sum() / train_seconds:,.0f} steps/s"
-            # Both in one statement, so that Ctrl-C cannot come between them.
-            state, history = next_state, [*history, {"timesteps": timesteps, **metrics}]
-            show(f"step {timesteps.mean():,.0f}", *means, speed, sep="  ")
-    except KeyboardInterrupt:
-        if args.distributed or not history:
-            raise
-        show(f"interrupted: the results are those of step {history[-1]['timesteps'].mean():,.0f}")
+def settings_and_seeds(args):
+    """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
 
-    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
-    for label, rows in zip(labels, np.split(np.arange(num_runs), len(labels)), strict=True):
-        text = report(args, {name: values[rows] for name, values in learned.items()})
-        show(f"{label}  {text}".strip())
-    results = {
-        "args": json.dumps(vars(args)),
-        **columns,
-        "compile_seconds": compile_seconds,
-        "train_seconds": train_seconds,
-        "interrupted": len(history) < args.num_intervals,
-        **{name: np.stack([line[name] for line in history]) for name in history[0]},  # (K, R)
-        **learned,
-    }
-    if jax.process_index() == 0:
-        if args.save:
-            np.savez(args.save, **results)
-        draw(args, labels, results)
-    return results
+    Return what differs between runs, {flag: (R,)}, and a label for each setting.
+    """
+    swept = {name: getattr(args, name) for name in args.swept}
+    product = itertools.product(*swept.values())
+    settings = [dict(zip(swept, values, strict=True)) for values in product]
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    runs = [{**setting, "seed": seed} for setting in settings for seed in seeds]
+    varied = [name for name, values in swept.items() if len(values) > 1]
+    labels = [", ".join(f"{name} {setting[name]:.9g}" for name in varied) for setting in settings]
+    return {name: np.array([run[name] for run in runs]) for name in runs[0]}, labels
+
+
+def divide(args, num_runs):
+    """Divide runs evenly among devices, and those of a CPU core into equal batches.
+
+    Return the devices, the runs in a batch, and the runs on all devices. On 16 cores, 40 runs are 3
+    on each of 14, so 42; 300 runs are 19 on each, so 3 batches of 7 if at most 8 fit, and 336.
+    """
+    devices, num_batches = jax.devices(), 1
+    per_device = math.ceil(num_runs / len(devices))
+    if not args.distributed:  # in a job, each process needs all of its devices
+        devices = devices[: math.ceil(num_runs / per_device)]
+    if devices[0].platform == "cpu":
+        num_batches = math.ceil(per_device / RUNS_AT_ONCE)
+    batch_size = math.ceil(per_device / num_batches)
+    return devices, batch_size, len(devices) * num_batches * batch_size
+
+
+def vectorize(function, args, devices, batch_size):
+    """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
+
+    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
+    an axis of runs in front.
+    """
+
+    def one_run(inputs):
+        own, *arrays = inputs
+        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
+
+    def one_device(*inputs):
+        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+
+    mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
+    # Without check_vma, which rejects loops that start from constants.
+    spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
+    options = COMPILER_OPTIONS if devices[0].platform == "cpu" else None
+    return jax.jit(spread, compiler_options=options)
+
+
+def take(tree, rows):
+    """Take some rows of each array."""
+    return jax.tree.map(lambda array: array[rows], tree)
+
+
+def gather(tree, length):
+    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
+    return take(process_allgather(tree, tiled=True), slice(length))
+
+
+def flat(tree):
+    """Make {name: array} of any tree. Names of nested arrays are joined, as in layer.kernel."""
+    leaves = jax.tree.leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
+
+
+def check_results(columns, metrics, learned):
+    """Refuse, before training, what --save could not write: a name twice, or no numbers."""
+    arrays = [*flat(metrics).items(), *flat(learned).items()]
+    names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
+    names += [*columns, *(name for name, _ in arrays)]
+    for name, array in arrays:
+        if names.count(name) > 1:
+            raise ValueError(f"the name {name!r} is taken: give this metric or result another one")
+        if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
+            raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+
+
+def describe(line, seconds):
+    """Describe an interval. A metric is the mean over the runs in which it is not nan."""
+    words = [f"step {line['timesteps'].mean():,.0f}"]
+    for name, array in line.items():
+        if name != "timesteps" and array.ndim == 1:  # one number for each run
+            known = array[~np.isnan(array)]
+            words.append(f"{name} {known.mean() if len(known) else np.nan:#.4g}")
+    return "  ".join([*words, f"{line['timesteps'].sum() / seconds:,.0f} steps/s"])
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from typing import NamedTuple
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"  # gymnax imports pyplot; scripts need no display
+    os.environ["MPLBACKEND"] = "agg"  # draws into files; in a notebook, the user's backend stays
 import jax
 
 if __name__ == "__main__" and "--distributed" in sys.argv:

@@ -28,7 +28,8 @@ Shapes: R runs, K intervals, U = interval_updates updates, N = num_envs episodes
 time limit), E = eval_episodes episodes, D observation dimensions, H = hidden_size units, A actions,
 or action dimensions if actions are continuous.
 
-First come the flags, then the algorithm, for one run, then the launcher, the same in all learners.
+Read down to the end of `main`: first come the flags, then the algorithm, written for one run, then
+`main`, which runs it. What follows `main` is not about learning.
 """
 
 import argparse
@@ -36,27 +37,27 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 # jax reads this when it is imported: each CPU core that this process may use becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
-# A command draws into files, with any backend. In a notebook, the user's backend stays.
 if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"
+    os.environ["MPLBACKEND"] = "agg"  # draws into files; in a notebook, the user's backend stays
 import jax
 
-if "--distributed" in sys.argv:  # before gymnax is imported, because gymnax creates arrays
-    jax.distributed.initialize()
+if __name__ == "__main__" and "--distributed" in sys.argv:
+    jax.distributed.initialize()  # before gymnax is imported, because gymnax creates arrays
 
 import gymnax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gymnax.environments import spaces
+from gymnax.environments import environment, spaces
 from jax.experimental.multihost_utils import process_allgather
 
 # The environments that gymnax can draw, for --gif.
@@ -65,17 +66,17 @@ WITH_PICTURES = (
     " Asterix-MinAtar Breakout-MinAtar Freeway-MinAtar Seaquest-MinAtar SpaceInvaders-MinAtar"
     " Pong-misc PointRobot-misc MetaMaze-misc FourRooms-misc"
 ).split()
-MAX_CURVES = 10  # settings in a figure: Matplotlib has ten colors
 
 
 def parse_args(argv=None):
     """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
-    # A swept flag is a list in args. In a function of one run, run.gamma is one value, and traced:
-    # good for arithmetic, not for shapes, loops or `if`. Other flags are plain Python values.
-    # `number` and `output` (see the launcher) refuse wrong values.
-    flag, sweep = parser.add_argument, partial(parser.add_argument, nargs="+")
+    flag, swept = parser.add_argument, []
+
+    def sweep(name, **more):
+        swept.append(flag(name, nargs="+", **more).dest)
+
     count, unit = number(int, 1, 1e6), number(float, 0, 1)
     env_ids = gymnax.registered_envs
     flag("--env-id", choices=env_ids, default="CartPole-v1", help="gymnax environment")
@@ -91,10 +92,12 @@ def parse_args(argv=None):
     text = "pad episodes to the time limit, or cut all at the end of the shortest (biased)"
     flag("--sync", choices=["padding", "truncation"], default="padding", help=text)
     flag("--eval-episodes", type=count, default=100, help="greedy episodes after training")
-    flag("--distributed", action="store_true", help="join the processes of a Slurm or MPI job")
+    flag(
+        "--distributed", action="store_true", help="join the processes of a Slurm or Open MPI 4 job"
+    )
     flag("--save", type=output(".npz"), metavar="FILE", help="write weights, curves, flags (.npz)")
     picture = output(".png", ".pdf", ".svg")
-    text = f"draw the learning curves of at most {MAX_CURVES} settings (.png, .pdf, .svg)"
+    text = "draw the learning curves of at most ten settings (.png, .pdf, .svg)"
     flag("--plot", type=picture, metavar="FILE", help=text)
     text = "animate the first evaluation episode of run 0, at most 200 steps (.gif)"
     flag("--gif", type=output(".gif"), metavar="FILE", help=text)
@@ -103,17 +106,31 @@ def parse_args(argv=None):
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("MNISTBandit-bsuite would download its data")
-    env, env_params = make_env(args.env_id)  # in the cache: some cannot be made inside of jit
-    space = env.action_space(env_params)
+    args.swept = tuple(swept)
+    args.env, args.env_params = gymnax.make(args.env_id)  # to change either, change it here
+    space = args.env.action_space(args.env_params)
+    args.discrete = isinstance(space, spaces.Discrete)
     bounded = isinstance(space, spaces.Box) and np.all(np.isfinite(space.high - space.low))
-    if not isinstance(space, spaces.Discrete) and not bounded:
+    if not args.discrete and not bounded:
         parser.error(f"{args.env_id}: actions must be discrete, or in a box with finite bounds")
-    if args.gif and env.name not in WITH_PICTURES:
-        parser.error(f"--gif: gymnax has no picture of {args.env_id}")
+    can_draw = isinstance(args.env, environment.Environment) and args.env.name in WITH_PICTURES
+    if args.gif and not can_draw:
+        parser.error(f"--gif: gymnax has no picture of {args.env_id}, or a wrapper hides it")
     args.interval_updates = math.ceil(args.num_iterations / args.num_intervals)
     args.num_intervals = math.ceil(args.num_iterations / args.interval_updates)
     args.num_updates = args.num_intervals * args.interval_updates
+    interval_episodes = args.interval_updates * args.num_envs
+    if interval_episodes * args.env_params.max_steps_in_episode >= 2**31:
+        parser.error("2^31 steps or more per interval: raise --num-intervals or lower --num-envs")
     return args
+
+
+# The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
+# differ between runs, so they are traced: good for arithmetic, not for shapes, loops or `if`. All
+# other flags are Python values.
+#
+# A metric is a number in the dictionary that `train_step` returns. It is averaged up to the next
+# progress line, printed and saved by its name.
 
 
 class Step(NamedTuple):
@@ -133,26 +150,16 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
-@cache
-def make_env(env_id):
-    """Make an environment and its parameters. To change either, change it here."""
-    env, env_params = gymnax.make(env_id)
-    # NumPy arrays, because a program made by .compile() cannot hold JAX arrays as constants.
-    return env, jax.tree.map(np.asarray, env_params)
-
-
 def optimizer(run):
     """Make Adam. Its learning rate falls linearly to 0."""
     return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
 
 
 def init_state(run):
-    """State in which a run starts."""
-    env, env_params = make_env(run.env_id)
-    space = env.action_space(env_params)
-    discrete = isinstance(space, spaces.Discrete)
-    inputs = math.prod(env.observation_space(env_params).shape)
-    outputs = space.n if discrete else math.prod(space.shape)
+    """Initial state of one run."""
+    space = run.env.action_space(run.env_params)
+    inputs = math.prod(run.env.observation_space(run.env_params).shape)
+    outputs = space.n if run.discrete else math.prod(space.shape)
     key, key_hidden, key_output = jax.random.split(jax.random.key(run.seed), 3)
     params = {
         "w0": jax.random.normal(key_hidden, (inputs, run.hidden_size)) / math.sqrt(inputs),
@@ -160,9 +167,9 @@ def init_state(run):
         "w1": 0.01 * jax.random.normal(key_output, (run.hidden_size, outputs)),
         "b1": jnp.zeros(outputs),
     }
-    if not discrete:
+    if not run.discrete:
         params["log_std"] = jnp.zeros(outputs)
-    return TrainState(key, params, optimizer(run).init(params))
+    return TrainState(key=key, params=params, opt_state=optimizer(run).init(params))
 
 
 def network(params, obs):
@@ -170,61 +177,62 @@ def network(params, obs):
     return jnp.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
 
 
-def sample(params, obs, key):
+def sample(run, params, obs, key):
     """Random action of the policy."""
     output = network(params, obs)
-    if "log_std" in params:  # actions are continuous
-        return output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
-    return jax.random.categorical(key, output)
+    if run.discrete:
+        return jax.random.categorical(key, output)
+    return output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
 
 
-def greedy_action(params, obs):
+def greedy_action(run, params, obs):
     """Most probable action of the policy."""
     output = network(params, obs)
-    return output if "log_std" in params else jnp.argmax(output)
+    return jnp.argmax(output) if run.discrete else output
 
 
-def log_prob(params, obs, action):
+def log_prob(run, params, obs, action):
     """log pi(action | obs) of a categorical or a diagonal Gaussian distribution."""
-    if "log_std" in params:
-        std = jnp.exp(params["log_std"])
-        return jnp.sum(jax.scipy.stats.norm.logpdf(action, network(params, obs), std))
-    return jax.nn.log_softmax(network(params, obs))[action]
+    output = network(params, obs)
+    if run.discrete:
+        return jax.nn.log_softmax(output)[action]
+    return jnp.sum(jax.scipy.stats.norm.logpdf(action, output, jnp.exp(params["log_std"])))
 
 
-def to_bounds(space, action):
-    """Clip a continuous action (A,) to [-1, 1]. Map it to the bounds and the shape of its space."""
+def to_env(run, action):
+    """Convert an action of the policy for the environment: clip to [-1, 1], scale to its bounds."""
+    if run.discrete:
+        return action
+    space = run.env.action_space(run.env_params)
     fraction = (jnp.clip(action, -1, 1) + 1) / 2
     return space.low + (space.high - space.low) * fraction.reshape(space.shape)
 
 
 def play(run, params, key, greedy=False):
     """Play one episode. Return its steps, padded to the time limit, and the states (T,)."""
-    env, env_params = make_env(run.env_id)
-    space = env.action_space(env_params)
 
     def step(carry, _):
         key, obs, env_state, mask = carry
         key, key_action, key_step = jax.random.split(key, 3)
         obs = obs.reshape(-1).astype(float)
-        action = greedy_action(params, obs) if greedy else sample(params, obs, key_action)
-        env_action = to_bounds(space, action) if "log_std" in params else action
-        stepped = env.step(key_step, env_state, env_action, env_params)
+        if greedy:
+            action = greedy_action(run, params, obs)
+        else:
+            action = sample(run, params, obs, key_action)
+        stepped = run.env.step(key_step, env_state, to_env(run, action), run.env_params)
         next_obs, next_state, reward, terminated, truncated, _ = stepped
         # Where an episode ended, gymnax has begun the next one. That is the padding.
         next_carry = key, next_obs, next_state, mask & ~(terminated | truncated)
-        return next_carry, (Step(obs, action, reward.astype(float), mask), env_state)
+        # `where`, not mask * reward: padding may be nan, and 0 * nan is nan.
+        reward = jnp.where(mask, reward, 0.0)
+        return next_carry, (Step(obs, action, reward, mask), env_state)
 
     key, key_reset = jax.random.split(key)
-    obs, env_state = env.reset(key_reset, env_params)
+    obs, env_state = run.env.reset(key_reset, run.env_params)
     carry = key, obs, env_state, jnp.array(True)
-    _, (steps, env_states) = jax.lax.scan(step, carry, length=int(env_params.max_steps_in_episode))
+    time_limit = int(run.env_params.max_steps_in_episode)
+    _, (steps, env_states) = jax.lax.scan(step, carry, length=time_limit)
     return steps, env_states
-
-
-def real_rewards(episodes):
-    """Rewards (N, T), 0 in the padding. This is a choice: 0 times what is there may be nan."""
-    return jnp.where(episodes.mask, episodes.reward, 0.0)
 
 
 def returns_to_go(run, rewards):
@@ -239,30 +247,30 @@ def returns_to_go(run, rewards):
 
 
 def advantages(run, episodes):
-    """Each return to go (N, T) minus the mean of all; 0 in the padding.
+    """Each return to go (N, T) minus the mean of all.
 
     The mean includes the episode's own return. So the expected gradient is (N - 1) / N times that
     without a baseline; Adam's steps do not depend on such a factor. The factor gamma^t is left out,
-    as is common: if gamma < 1, there is no objective of which this is the gradient (Nota & Thomas
-    2020).
+    as is common, although for gamma < 1 the result is not the gradient of any objective (Nota &
+    Thomas 2020).
     """
-    returns = jax.vmap(partial(returns_to_go, run))(real_rewards(episodes))
-    # If all are equal, this gives exact zeros. Adam would turn rounding errors into full steps.
+    returns = jax.vmap(partial(returns_to_go, run))(episodes.reward)
+    # If all returns are equal, this gives exact zeros. Adam would turn rounding errors into steps.
     relative = returns - returns[0]
-    return jnp.where(episodes.mask, relative - jnp.mean(relative, axis=0), 0.0)
+    return relative - jnp.mean(relative, axis=0)
 
 
-def step_loss(params, step, advantage):
-    """Minus the advantage times log pi of one step; in the padding, 0."""
+def step_loss(run, params, step, advantage):
+    """Minus the advantage times log pi of one step; 0 in the padding, whatever is there."""
+    # The padding may be nan. `where` before and after, because a gradient times 0 would be nan.
     obs, action = jnp.where(step.mask, step.obs, 0), jnp.where(step.mask, step.action, 0)
-    return -advantage * log_prob(params, obs, action)
+    return jnp.where(step.mask, -advantage * log_prob(run, params, obs, action), 0.0)
 
 
-def policy_loss(run, params, episodes):
+def policy_loss(run, params, episodes, advantage):
     """Surrogate loss: its gradient is minus the policy gradient estimate."""
-    of_steps = jax.vmap(jax.vmap(partial(step_loss, params)))
-    losses = of_steps(episodes, advantages(run, episodes))  # (N, T)
-    return jnp.mean(jnp.sum(losses, axis=1))
+    of_steps = jax.vmap(jax.vmap(partial(step_loss, run, params)))
+    return jnp.mean(jnp.sum(of_steps(episodes, advantage), axis=1))
 
 
 def train_step(run, state, _):
@@ -270,14 +278,15 @@ def train_step(run, state, _):
     key, key_play = jax.random.split(state.key)
     keys = jax.random.split(key_play, run.num_envs)
     episodes, _ = jax.vmap(partial(play, run, state.params))(keys)  # (N, T)
-    metrics = {
-        "returns": jnp.mean(jnp.sum(real_rewards(episodes), axis=1)),
-        "timesteps": jnp.sum(episodes.mask, axis=1),  # (N,) their sum may be above 2^31
-    }
+    returns = jnp.sum(episodes.reward, axis=1)  # (N,)
+    metrics = {"returns": jnp.mean(returns), "timesteps": jnp.sum(episodes.mask)}
     if run.sync == "truncation":
-        episodes = episodes._replace(mask=episodes.mask & jnp.all(episodes.mask, axis=0))
-    grad = jax.grad(partial(policy_loss, run))(state.params, episodes)
-    updates, opt_state = optimizer(run).update(grad, state.opt_state)
+        mask = jnp.all(episodes.mask, axis=0) & episodes.mask
+        episodes = episodes._replace(mask=mask, reward=jnp.where(mask, episodes.reward, 0.0))
+    # The advantages are computed outside of the loss, so no gradient flows through them.
+    advantage = advantages(run, episodes)  # (N, T)
+    grad = jax.grad(partial(policy_loss, run))(state.params, episodes, advantage)
+    updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return state._replace(key=key, params=params, opt_state=opt_state), metrics
 
@@ -285,117 +294,138 @@ def train_step(run, state, _):
 def train_interval(run, state):
     """Make U updates, up to the next progress line. Also return what the line shows."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
-    timesteps = metrics.pop("timesteps")  # (U, N)
-    return state, {"timesteps": timesteps, **jax.tree.map(jnp.mean, metrics)}
+    timesteps = jnp.sum(metrics.pop("timesteps"))
+    means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
+    return state, dict(timesteps=timesteps, **means)  # refuses a second metric of that name
 
 
 def evaluate(run, state):
     """What a run ends with: undiscounted returns (E,) of greedy episodes, and what was learned."""
-    keys = jax.random.split(state.key, run.eval_episodes)
-    episodes, _ = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (E, T)
-    returns = jnp.sum(real_rewards(episodes), axis=1)
-    first_key = jax.random.key_data(keys[0])  # of the episode that --gif shows
-    return {"greedy_return": returns, "first_key": first_key, **state.params}
+    # Training splits state.key, but never folds a number in, so this may be called at any time.
+    key = jax.random.fold_in(state.key, 999)
+    keys = jax.random.split(key, run.eval_episodes)
+    episodes, env_states = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (E, T)
+    learned = dict(greedy_return=jnp.sum(episodes.reward, axis=1), **flat(state.params))
+    if run.gif:
+        learned["episode"] = take({"steps": episodes, "env_states": env_states}, 0)  # the first
+    return learned
 
 
 def report(args, learned):
-    """Describe what the r runs of a setting learned."""
-    means = learned["greedy_return"].mean(axis=1)  # (r,)
+    """Describe what the runs of a setting learned."""
+    means = learned["greedy_return"].mean(axis=1)  # one for each run
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
 
 
-def draw(args, labels, results):
-    """Draw the learning curves for --plot, and an episode of run 0 for --gif."""
+def draw(args, labels, curves, learned):
+    """Draw what --plot and --gif ask for."""
     if args.plot:
-        plot(args.plot, labels, results["timesteps"], results["returns"])
+        plot(args.plot, labels, curves["timesteps"], curves["returns"])
     if args.gif:
-        params = {
-            name: results[name][0]
-            for name in ("w0", "b0", "w1", "b1", "log_std")
-            if name in results
-        }
-        animate(args, params, jax.random.wrap_key_data(results["first_key"][0]))
+        animate(args, **take(learned["episode"], 0))  # of run 0
 
 
-def plot(path, labels, timesteps, returns):
-    """Draw returns (K, R) over timesteps (K, R): runs thin, the median of each setting bold."""
-    from matplotlib.figure import Figure
+def main(argv=None):
+    """Train, evaluate, save and report. Return what --save writes. Ctrl-C ends training early."""
+    args = parse_args(argv)  # None: those of the command line; in a notebook, call main([])
+    flags = json.dumps(vars(args), default=as_json)
+    columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
+    num_runs = len(columns["seed"])
+    devices, batch_size, num_rows = divide(args, num_runs)
+    # Copies of the first runs fill up the devices. `gather` cuts them off.
+    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
+    over_runs = partial(vectorize, args=args, devices=devices, batch_size=batch_size)
+    first = jax.process_index() == 0  # in a job, only process 0 prints and writes
+    show = partial(print, flush=True) if first else lambda *_: None
+    show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
 
-    shown, title = labels[:MAX_CURVES], None
-    if len(shown) < len(labels):
-        title = f"the first {len(shown)} of {len(labels)} settings"
-    figure = Figure(figsize=(6.4, 4.4 + 0.2 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    x, y = (np.split(array, len(labels), axis=1) for array in (timesteps, returns))
-    for i, label in enumerate(shown):  # x[i], y[i]: (K, r)
-        axes.plot(x[i], y[i], f"C{i}.-", linewidth=0.5, markersize=1, alpha=0.3)
-        # Not np.nanmedian, which would warn if all are nan.
-        middle = np.median(x[i], axis=1), jnp.nanmedian(y[i], axis=1)
-        axes.plot(*middle, f"C{i}.-", linewidth=2, label=f"median  {label}".strip())
-    axes.set(xlabel="environment steps", ylabel="return of training episodes")
-    figure.legend(loc="outside upper center", fontsize="small", title=title)
-    figure.savefig(path)
+    began = time.perf_counter()
+    state = over_runs(init_state)(rows)
+    train = over_runs(train_interval).lower(rows, state).compile()
+    finish = over_runs(evaluate).lower(rows, state).compile()
+    check_results(columns, train.out_info[1], finish.out_info)
+    compile_seconds = time.perf_counter() - began
+    show(f"compiled in {compile_seconds:.1f} s")
+
+    lines, num_lines, timesteps = [], 0, 0
+    began = time.perf_counter()
+    try:
+        while num_lines < args.num_intervals:
+            next_state, metrics = train(rows, state)
+            line = flat(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
+            train_seconds = time.perf_counter() - began
+            timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
+            lines.append({**line, "timesteps": timesteps})
+            show(describe(lines[-1], train_seconds))
+            # In one statement, so that Ctrl-C cannot come between them.
+            state, num_lines = next_state, num_lines + 1
+    except KeyboardInterrupt:
+        if args.distributed or num_lines == 0:
+            raise
+        show(f"interrupted: the results are those of line {num_lines}")
+
+    learned = gather(finish(rows, state), num_runs)  # (R, ...) each
+    curves = {name: np.stack([line[name] for line in lines[:num_lines]]) for name in lines[0]}
+    results = {
+        "args": flags,
+        "compile_seconds": compile_seconds,
+        "train_seconds": train_seconds,
+        "interrupted": num_lines < args.num_intervals,
+        **columns,  # (R,) each
+        **curves,  # (K, R) each
+        **flat(learned),
+    }
+    if first and args.save:
+        np.savez(args.save, **results)
+    for i, label in enumerate(labels):
+        of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
+        show(f"{label}  {report(args, take(learned, of_setting))}".strip())
+    if first:
+        draw(args, labels, curves, learned)
+    return results
 
 
-def animate(args, params, key):
-    """Draw an episode for --gif, at most 200 steps, without a screen."""
-    os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")
-    from gymnax.visualize import Visualizer
-
-    episode, env_states = play(args, params, key, greedy=True)
-
-    def state_at(step):
-        return jax.tree.map(lambda array: array[step], env_states)
-
-    num_frames = min(200, np.sum(episode.mask))
-    states = [state_at(step) for step in range(num_frames)]
-    Visualizer(*make_env(args.env_id), states, np.cumsum(episode.reward)).animate(args.gif)
-
-
-vectorize = jax.vmap  # the runs of a device
+RUNS_AT_ONCE = 4  # vmapped on a core of a CPU; the data of more would not fit into its cache
 COMPILER_OPTIONS = {  # on a CPU
     "xla_backend_optimization_level": 1,  # twenty runs compile in 0.6 of the time, run as fast
 }
 
 
-# From here on, all learners are the same to the letter: the launcher.
+def plot(path, labels, timesteps, returns):
+    """Draw returns (K, R) over timesteps (K, R): runs thin, the median of each setting bold."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    shown, title = labels[:10], None  # Matplotlib has ten colors
+    if len(shown) < len(labels):
+        title = f"the first {len(shown)} of {len(labels)} settings"
+    x, y = (np.split(array, len(labels), axis=1) for array in (timesteps, returns))
+    with matplotlib.style.context("default"):  # whatever a matplotlibrc says
+        figure = Figure(figsize=(6.4, 4.4 + 0.2 * len(shown)), layout="constrained")
+        axes = figure.subplots()
+        for i, label in enumerate(shown):  # x[i], y[i]: (K, runs of a setting)
+            axes.plot(x[i], y[i], f"C{i}.-", linewidth=0.5, markersize=1, alpha=0.3)
+            # Not np.nanmedian, which would warn if all are nan.
+            middle = np.median(x[i], axis=1), jnp.nanmedian(y[i], axis=1)
+            axes.plot(*middle, f"C{i}.-", linewidth=2, label=f"median  {label}".strip())
+        axes.set(xlabel="environment steps", ylabel="return of training episodes")
+        figure.legend(loc="outside upper center", fontsize="small", title=title)
+        figure.savefig(path)
 
 
-def all_runs(args):
-    """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
+def animate(args, steps, env_states):
+    """Draw an episode for --gif, at most 200 steps, without a screen."""
+    os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")
+    import matplotlib.style
+    from gymnax.visualize import Visualizer
 
-    Return what differs between runs, {flag: (R,)}, and a label for each setting.
-    """
-    swept = {name: values for name, values in vars(args).items() if isinstance(values, list)}
-    product = itertools.product(*swept.values())
-    settings = [dict(zip(swept, values, strict=True)) for values in product]
-    seeds = range(args.seed, args.seed + args.num_seeds)
-    runs = [{**setting, "seed": seed} for setting in settings for seed in seeds]
-    varied = [name for name, values in swept.items() if len(values) > 1]
-    labels = [", ".join(f"{name} {setting[name]:.9g}" for name in varied) for setting in settings]
-    return {name: np.array([run[name] for run in runs]) for name in runs[0]}, labels
+    states = [take(env_states, t) for t in range(min(200, steps.mask.sum()))]
+    with matplotlib.style.context("default"):  # whatever a matplotlibrc says
+        Visualizer(args.env, args.env_params, states, steps.reward.cumsum()).animate(args.gif)
 
 
-def over_runs(function, args, num_devices):
-    """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
-
-    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
-    an axis of runs in front.
-    """
-
-    def of_one_run(own, *arrays):
-        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
-
-    mesh, axis = jax.sharding.Mesh(jax.devices()[:num_devices], "runs"), jax.P("runs")
-    # No check_vma: runs do not communicate, and the check rejects loops that start from constants.
-    shard = partial(jax.shard_map, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
-    options = COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
-    return jax.jit(shard(vectorize(of_one_run)), compiler_options=options)
-
-
-def gather(tree, length):
-    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
-    return jax.tree.map(lambda array: array[:length], process_allgather(tree, tiled=True))
+# From here on, nothing is about learning: the helpers of `parse_args` and `main`, the same in all
+# learners.
 
 
 def number(kind, low, high):
@@ -424,67 +454,102 @@ def output(*endings):
     return parse
 
 
-def main(argv=None):
-    """Train, evaluate and report. Return what --save writes. Ctrl-C ends training early."""
-    args = parse_args(argv)
-    file = None if jax.process_index() == 0 else open(os.devnull, "w")  # one process prints for all
-    show = partial(print, file=file, flush=True)
-    columns, labels = all_runs(args)
-    num_runs = len(columns["seed"])
-    per_device = math.ceil(num_runs / jax.device_count())
-    num_devices = jax.device_count() if args.distributed else math.ceil(num_runs / per_device)
-    # Copies of the first runs fill up the devices; `gather` cuts them off.
-    padded = {name: np.resize(column, num_devices * per_device) for name, column in columns.items()}
-    on_devices = partial(over_runs, args=args, num_devices=num_devices)
-    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    show(f"{runs} on {num_devices} x {jax.devices()[0].device_kind}")
+def as_json(value):
+    """Replace a flag that JSON does not know by a list of numbers, or by a text."""
+    if hasattr(value, "tolist"):  # an array
+        return value.tolist()
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # no address: it differs between commands
 
-    began = time.perf_counter()
-    state = on_devices(init_state)(padded)
-    train = on_devices(train_interval).lower(padded, state).compile()
-    finish = on_devices(evaluate).lower(padded, state).compile()
-    compile_seconds = time.perf_counter() - began
-    show(f"compiled in {compile_seconds:.1f} s")
 
-    history, timesteps, train_seconds = [], np.zeros(num_runs, np.int64), 0.0
-    try:
-        for _ in range(args.num_intervals):
-            began = time.perf_counter()
-            next_state, metrics = train(padded, state)
-            metrics = gather(metrics, num_runs)  # waits for train; Ctrl-C is raised here
-            train_seconds += time.perf_counter() - began
-            # The steps of each run may come in parts, because arrays of jax hold less than 2^31.
-            parts = metrics.pop("timesteps").reshape(num_runs, -1)
-            timesteps = timesteps + parts.sum(axis=1, dtype=np.int64)  # (R,) so far
-            # Not np.nanmean, which would warn if all are nan.
-            means = [f"{name} {jnp.nanmean(values):#.4g}" for name, values in metrics.items()]
-            speed = f"{timesteps.sum() / train_seconds:,.0f} steps/s"
-            # Both in one statement, so that Ctrl-C cannot come between them.
-            state, history = next_state, [*history, {"timesteps": timesteps, **metrics}]
-            show(f"step {timesteps.mean():,.0f}", *means, speed, sep="  ")
-    except KeyboardInterrupt:
-        if args.distributed or not history:
-            raise
-        show(f"interrupted: the results are those of step {history[-1]['timesteps'].mean():,.0f}")
+def settings_and_seeds(args):
+    """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
 
-    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
-    for label, rows in zip(labels, np.split(np.arange(num_runs), len(labels)), strict=True):
-        text = report(args, {name: values[rows] for name, values in learned.items()})
-        show(f"{label}  {text}".strip())
-    results = {
-        "args": json.dumps(vars(args)),
-        **columns,
-        "compile_seconds": compile_seconds,
-        "train_seconds": train_seconds,
-        "interrupted": len(history) < args.num_intervals,
-        **{name: np.stack([line[name] for line in history]) for name in history[0]},  # (K, R)
-        **learned,
-    }
-    if jax.process_index() == 0:
-        if args.save:
-            np.savez(args.save, **results)
-        draw(args, labels, results)
-    return results
+    Return what differs between runs, {flag: (R,)}, and a label for each setting.
+    """
+    swept = {name: getattr(args, name) for name in args.swept}
+    product = itertools.product(*swept.values())
+    settings = [dict(zip(swept, values, strict=True)) for values in product]
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    runs = [{**setting, "seed": seed} for setting in settings for seed in seeds]
+    varied = [name for name, values in swept.items() if len(values) > 1]
+    labels = [", ".join(f"{name} {setting[name]:.9g}" for name in varied) for setting in settings]
+    return {name: np.array([run[name] for run in runs]) for name in runs[0]}, labels
+
+
+def divide(args, num_runs):
+    """Divide runs evenly among devices, and those of a CPU core into equal batches.
+
+    Return the devices, the runs in a batch, and the runs on all devices. On 16 cores, 40 runs are 3
+    on each of 14, so 42; 300 runs are 19 on each, so 3 batches of 7 if at most 8 fit, and 336.
+    """
+    devices, num_batches = jax.devices(), 1
+    per_device = math.ceil(num_runs / len(devices))
+    if not args.distributed:  # in a job, each process needs all of its devices
+        devices = devices[: math.ceil(num_runs / per_device)]
+    if devices[0].platform == "cpu":
+        num_batches = math.ceil(per_device / RUNS_AT_ONCE)
+    batch_size = math.ceil(per_device / num_batches)
+    return devices, batch_size, len(devices) * num_batches * batch_size
+
+
+def vectorize(function, args, devices, batch_size):
+    """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
+
+    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
+    an axis of runs in front.
+    """
+
+    def one_run(inputs):
+        own, *arrays = inputs
+        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
+
+    def one_device(*inputs):
+        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+
+    mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
+    # Without check_vma, which rejects loops that start from constants.
+    spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
+    options = COMPILER_OPTIONS if devices[0].platform == "cpu" else None
+    return jax.jit(spread, compiler_options=options)
+
+
+def take(tree, rows):
+    """Take some rows of each array."""
+    return jax.tree.map(lambda array: array[rows], tree)
+
+
+def gather(tree, length):
+    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
+    return take(process_allgather(tree, tiled=True), slice(length))
+
+
+def flat(tree):
+    """Make {name: array} of any tree. Names of nested arrays are joined, as in layer.kernel."""
+    leaves = jax.tree.leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
+
+
+def check_results(columns, metrics, learned):
+    """Refuse, before training, what --save could not write: a name twice, or no numbers."""
+    arrays = [*flat(metrics).items(), *flat(learned).items()]
+    names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
+    names += [*columns, *(name for name, _ in arrays)]
+    for name, array in arrays:
+        if names.count(name) > 1:
+            raise ValueError(f"the name {name!r} is taken: give this metric or result another one")
+        if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
+            raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+
+
+def describe(line, seconds):
+    """Describe an interval. A metric is the mean over the runs in which it is not nan."""
+    words = [f"step {line['timesteps'].mean():,.0f}"]
+    for name, array in line.items():
+        if name != "timesteps" and array.ndim == 1:  # one number for each run
+            known = array[~np.isnan(array)]
+            words.append(f"{name} {known.mean() if len(known) else np.nan:#.4g}")
+    return "  ".join([*words, f"{line['timesteps'].sum() / seconds:,.0f} steps/s"])
 
 
 if __name__ == "__main__":
