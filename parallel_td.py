@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
@@ -327,9 +327,9 @@ def main(argv=None):
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            show(describe(lines[-1], train_seconds))
             # In one statement, so that Ctrl-C cannot come between them.
             state, num_lines = next_state, num_lines + 1
+            show(describe(lines[-1], train_seconds))
     except KeyboardInterrupt:
         if args.distributed or num_lines == 0:
             raise

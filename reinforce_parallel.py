@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.14"
 # dependencies = [
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
@@ -105,14 +105,16 @@ def parse_args(argv=None):
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     if args.env_id == "MNISTBandit-bsuite":
-        parser.error("MNISTBandit-bsuite would download its data")
+        parser.error("--env-id: MNISTBandit-bsuite would download its data")
     args.swept = tuple(swept)
     args.env, args.env_params = gymnax.make(args.env_id)  # to change either, change it here
     space = args.env.action_space(args.env_params)
     args.discrete = isinstance(space, spaces.Discrete)
     bounded = isinstance(space, spaces.Box) and np.all(np.isfinite(space.high - space.low))
     if not args.discrete and not bounded:
-        parser.error(f"{args.env_id}: actions must be discrete, or in a box with finite bounds")
+        parser.error(
+            f"--env-id {args.env_id}: actions must be discrete, or in a box with finite bounds"
+        )
     can_draw = isinstance(args.env, environment.Environment) and args.env.name in WITH_PICTURES
     if args.gif and not can_draw:
         parser.error(f"--gif: gymnax has no picture of {args.env_id}, or a wrapper hides it")
@@ -356,9 +358,9 @@ def main(argv=None):
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            show(describe(lines[-1], train_seconds))
             # In one statement, so that Ctrl-C cannot come between them.
             state, num_lines = next_state, num_lines + 1
+            show(describe(lines[-1], train_seconds))
     except KeyboardInterrupt:
         if args.distributed or num_lines == 0:
             raise

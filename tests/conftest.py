@@ -1,43 +1,74 @@
-"""What the tests share. They observe what a script drew and compute what must follow."""
+"""What the tests share: the scripts, the flags of one run, and a way to watch what a function does.
+
+The tests never draw random numbers for a script. They watch what the script drew, and compute what
+must follow from it.
+"""
 
 import argparse
+import importlib
+import inspect
 import os
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 LEARNERS = [*TRIO, "gridworld_qlearning.py", "reinforce_parallel.py"]
 SCRIPTS = [*LEARNERS, "mountaincar_env.py"]
-USER_ENV = dict(os.environ)  # before jax and an imported script add their settings
 
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_NUM_CPU_DEVICES"] = "2"
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster
+# Programs of tests are short: compile them fast rather than well.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import jax
 
 
-def one_run(script, flags, **own):
-    """Flags as a function of one run takes them: the first value of what is swept, or your own."""
-    args = vars(script.parse_args(flags.split()))
-    first = {name: values[0] for name, values in args.items() if isinstance(values, list)}
-    return argparse.Namespace(**{**args, **first, **own})
+def load(script):
+    """Import a script by the name of its file."""
+    return importlib.import_module(script.removesuffix(".py"))
+
+
+def one_run(script, flags="", **own):
+    """Flags as a function of one run takes them: of swept flags the first value, or your own."""
+    args = script.parse_args(flags.split())
+    first = {name: getattr(args, name)[0] for name in args.swept}
+    return argparse.Namespace(**{**vars(args), **first, **own})
 
 
 def jit(function, run):
+    """Compile function(run, ...) for one run."""
     return jax.jit(partial(function, run))
 
 
-def watch(monkeypatch, script, name, ordered=True):
-    """Return a list that will hold (arrays that a function got, what it returned) of each call."""
-    calls, function = [], getattr(script, name)
+def watch(monkeypatch, owner, name, ordered=True):
+    """Return a list that gets a record of each call of a function of a script (or of a class).
 
-    def watched(run, *args, **more):
-        out = function(run, *args, **more)
-        got = *args, *more.values()
-        jax.debug.callback(lambda *x: calls.append(jax.device_get(x)), got, out, ordered=ordered)
+    A record has the arguments by name, and what was returned as `out`, all as NumPy arrays. In a
+    vmapped function, each of its calls makes a record, if ordered=False.
+    """
+    records, function = [], getattr(owner, name)
+    signature = inspect.signature(function)
+
+    def plain(leaf):  # NumPy has no typed keys
+        return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+    def watched(*args, **kwargs):
+        out = function(*args, **kwargs)
+        named = dict(signature.bind(*args, **kwargs).arguments)
+        named.pop("run", None), named.pop("self", None)
+        arrays = jax.tree.map(plain, {**named, "out": out})
+        jax.debug.callback(
+            lambda arrays: records.append(SimpleNamespace(**jax.device_get(arrays))),
+            arrays,
+            ordered=ordered,
+        )
         return out
 
-    monkeypatch.setattr(script, name, watched)
-    return calls
+    monkeypatch.setattr(owner, name, watched)
+    return records
+
+
+def is_key(leaf):
+    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

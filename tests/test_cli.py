@@ -1,65 +1,170 @@
-"""The command line: defaults, values that are taken, values that are refused."""
+"""The command line: a wrong value is refused by name, in one line, before anything is compiled."""
 
-import importlib
 import os
 import re
 
 import pytest
-from conftest import SCRIPTS
+from conftest import LEARNERS, ROOT, SCRIPTS, TRIO, load
 
 # README.md's figures were measured with these defaults.
-ALL = "--seed 0 --num-seeds 1 --num-intervals 10"
-POLE = f"{ALL} --num-intervals 20 --env-id CartPole-v1 --num-envs 16 --gamma 0.99"
-TD = f"{POLE} --total-timesteps 2e5 --num-centers 500 --sigma 0.5 --eval-episodes 100"
-REPLAY = f"{TD} --buffer-size 1e5 --batch-size 32 --tau 0.01 --learning-rate 0.03"
-DEFAULTS = f"""{TD} --batch-size 16 --learning-rate 0.06 --epsilon 0.25
-{REPLAY} --epsilon 0.25
-{REPLAY} --start-e 1 --end-e 0.05 --epsilon-decay 0.9997
-{ALL} --total-timesteps 1e6 --grid-size 8 12 --learning-rate 0.1 --gamma 0.9 --epsilon 0.1
-{POLE} --num-iterations 100 --learning-rate 0.01 --hidden-size 64 --sync padding --eval-episodes 100
---seed 0 --num-episodes 500 --num-intervals 5 --num-envs 4096 --policy random"""
-BAD = ["x", "nan", "inf", "-1", "1e400", "0x10", ""]  # for every flag, and more for some
-MORE = {int: ["0", "0.5", "1e13"], list: ["1.1", "0.1 x", "0.1 nan 0.2"]}
-MORE |= {"env-id": ["cartpole-v1", "MNISTBandit-bsuite"], "seed": ["0.5", "1e10"]}
-MORE |= {"epsilon-decay": ["0", "0.999999"], "sigma": ["0", "1e39"], "grid-size": ["8 1", "8 2.5"]}
-for name, ending in ("gif", ".gif"), ("save", ".npz"), ("plot", ".npz"):
-    files = ["missing/x{}", ".", "x", "x.txt", "missing{}/", "a{}", "file/x{}", "read{}"]
-    MORE[name] = [file.format(ending) for file in files]
+POLE = "--env-id CartPole-v1 --num-envs 16 --gamma 0.99 --eval-episodes 100 --num-intervals 20"
+TD = f"{POLE} --total-timesteps 200000 --num-centers 500 --sigma 0.5"
+REPLAY = f"{TD} --buffer-size 100000 --batch-size 32 --tau 0.01 --learning-rate 0.03"
+DEFAULTS = {
+    "parallel_td.py": f"{TD} --batch-size 16 --learning-rate 0.06 --epsilon 0.25",
+    "replay_td.py": f"{REPLAY} --epsilon 0.25",
+    "epsilon_decay_td.py": f"{REPLAY} --start-e 1 --end-e 0.05 --epsilon-decay 0.9997",
+    "gridworld_qlearning.py": "--total-timesteps 1000000 --num-intervals 10 --grid-size 8 12"
+    " --learning-rate 0.1 --gamma 0.9 --epsilon 0.1",
+    "reinforce_parallel.py": f"{POLE} --num-iterations 100 --learning-rate 0.01 --hidden-size 64"
+    " --sync padding",
+    "mountaincar_env.py": "--num-episodes 500 --num-intervals 5 --num-envs 4096 --policy random",
+}
+
+COUNTS = ["x", "", "0", "-1", "0.5", "nan", "inf", "1e400", "0x10"]
+FRACTIONS = ["x", "", "-0.1", "1.1", "nan", "inf", "0.1 x", "0.1 nan 0.2"]
+# Flag, and values that are refused by each script that has it.
+REFUSED = [
+    ("seed", ["x", "", "-1", "0.5", "1e10"]),
+    ("num-seeds", COUNTS),
+    ("total-timesteps", [*COUNTS, "1e13"]),
+    ("num-iterations", COUNTS),
+    ("num-episodes", COUNTS),
+    ("num-intervals", COUNTS),
+    ("num-envs", COUNTS),
+    ("batch-size", COUNTS),
+    ("buffer-size", [*COUNTS, "15"]),  # below --num-envs
+    ("num-centers", COUNTS),
+    ("hidden-size", COUNTS),
+    ("eval-episodes", COUNTS),
+    ("grid-size", ["8", "8 1", "8 2.5", "1 8", "x 8"]),
+    ("learning-rate", FRACTIONS),
+    ("gamma", FRACTIONS),
+    ("epsilon", FRACTIONS),
+    ("start-e", FRACTIONS),
+    ("end-e", FRACTIONS),
+    ("tau", FRACTIONS),
+    ("epsilon-decay", ["x", "0", "0.999999", "1", "nan"]),
+    ("sigma", ["x", "0", "-1", "1e39", "nan"]),
+    ("env-id", ["cartpole-v1", "MNISTBandit-bsuite", ""]),
+    ("policy", ["x", ""]),
+    ("sync", ["x", ""]),
+    ("save", ["x", "x.txt", "missing/x.npz", ".", "missing.npz/", "folder.npz", "file/x.npz"]),
+    ("plot", ["x", "x.npz", "missing/x.png", "folder.png"]),
+    ("gif", ["x", "x.png", "missing/x.gif"]),
+]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_values_are_taken_or_refused_by_name(name, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    [(tmp_path / file).touch() for file in ("file", "read.npz", "read.gif")]
-    [(tmp_path / folder).mkdir() for folder in ("a.npz", "a.gif")]
-    access, files = os.access, {*tmp_path.iterdir()}  # root could write anywhere
-    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and "read" not in path)
-    parse_args = importlib.import_module(name[:-3]).parse_args
-    with pytest.raises(SystemExit):
-        parse_args(["--help"])
-    flags = re.findall(r"^  --([\w-]+)", text := capsys.readouterr().out, re.MULTILINE)
-    assert len(flags) == text.count("(default:")
+CASES = [
+    pytest.param(script, flag, values, id=f"{script}-{flag}")
+    for script in SCRIPTS
+    for flag, values in REFUSED
+    if f'"--{flag}"' in (ROOT / script).read_text()
+]
 
-    def refusal(*argv):
+
+@pytest.fixture
+def refusal(capsys):
+    """A function that gives flags to a script, and returns the one line of its error."""
+
+    def refuse(script, *flags):
         with pytest.raises(SystemExit) as end:
-            parse_args(argv)
-        error = capsys.readouterr().err.partition(": error: ")[2]
-        assert end.value.code == 2 and error.count("\n") == 1
+            load(script).parse_args(flags)
+        usage, _, error = capsys.readouterr().err.partition(": error: ")
+        assert end.value.code == 2 and usage.startswith("usage:") and error.count("\n") == 1
         return error
 
-    defaults = parse_args(DEFAULTS.splitlines()[SCRIPTS.index(name)].split())
-    assert defaults == parse_args([])
-    assert parse_args(["--num-intervals", "1e6"]).num_intervals < 1e6  # no more than updates
-    for flag in flags:
-        kind = type(getattr(defaults, flag.replace("-", "_")))
-        for value in [*BAD, *MORE.get(flag, MORE.get(kind, []))]:
-            words = value.split() or [""]
-            error = refusal(f"--{flag}", *words)
-            assert any(word in error for word in (*words, "expected 2 arguments")), (flag, value)
-    assert "unrecognized" in refusal("--see", "3")  # no abbreviations
-    assert "jax.distributed.initialize" in refusal("--distributed")
-    assert "buffer-size" not in flags or "--buffer-size" in refusal("--buffer-size", "15")
-    if "gif" in flags:  # REINFORCE, whose baseline is a mean of several episodes
-        assert "int in [2, " in refusal("--num-envs", "1")
-        assert "no picture of Reacher" in refusal(*"--gif x.gif --env-id Reacher-misc".split())
-    assert {*tmp_path.iterdir()} == files
+    return refuse
+
+
+def flags_of(script, capsys):
+    """All flags, as --help lists them."""
+    with pytest.raises(SystemExit):
+        load(script).parse_args(["--help"])
+    return re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("script", "flag", "values"), CASES)
+def test_a_wrong_value_is_refused_by_name(script, flag, values, refusal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.npz").mkdir()
+    (tmp_path / "folder.png").mkdir()
+    for value in values:
+        error = refusal(script, f"--{flag}", *(value.split() or [""]))
+        assert f"--{flag}" in error, (value, error)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_flag_is_in_the_table_or_takes_no_value(script, capsys):
+    assert set(flags_of(script, capsys)) - {flag for flag, _ in REFUSED} == {"distributed"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_flag_has_a_help_text_with_its_default(script, capsys):
+    with pytest.raises(SystemExit):
+        load(script).parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert text.count("(default:") == len(re.findall(r"^  --", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_defaults_are_those_that_readme_was_measured_with(script):
+    parse_args = load(script).parse_args
+
+    def plain(args):  # each call makes an environment of its own
+        return {name: value for name, value in vars(args).items() if name != "env"}
+
+    seeds = [] if script == "mountaincar_env.py" else ["--num-seeds", "1"]
+    same = parse_args([*DEFAULTS[script].split(), "--seed", "0", *seeds])
+    assert plain(same) == plain(parse_args([]))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_there_are_no_more_intervals_than_updates(script):
+    args = load(script).parse_args(["--num-intervals", "1000000"])
+    assert args.num_intervals < 1_000_000
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_flag_cannot_be_abbreviated(script, refusal):
+    assert "unrecognized" in refusal(script, "--see", "3")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_job_must_be_joined_before_gymnax_is_imported(script, refusal):
+    assert "jax.distributed.initialize" in refusal(script, "--distributed")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_file_that_cannot_be_written_is_refused(script, refusal, tmp_path, monkeypatch):
+    (tmp_path / "x.npz").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert "x.npz" in refusal(script, "--save", str(tmp_path / "x.npz"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_refusal_creates_no_file(script, refusal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refusal(script, "--save", "x.npz", "--seed", "x")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", LEARNERS)
+def test_a_swept_flag_takes_several_values(script):
+    args = load(script).parse_args("--gamma 0.5 0.75".split())
+    assert args.gamma == [0.5, 0.75] and "gamma" in args.swept
+
+
+@pytest.mark.parametrize("script", TRIO)
+def test_a_count_may_be_written_as_a_power_of_ten(script):
+    assert load(script).parse_args(["--total-timesteps", "2e3"]).total_timesteps == 2000
+
+
+def test_an_animation_is_refused_where_gymnax_has_no_picture(refusal):
+    error = refusal("reinforce_parallel.py", "--gif", "x.gif", "--env-id", "Reacher-misc")
+    assert "Reacher-misc" in error
+
+
+def test_reinforce_needs_two_episodes_for_its_baseline(refusal):
+    assert "int in [2, " in refusal("reinforce_parallel.py", "--num-envs", "1")

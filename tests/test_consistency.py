@@ -1,54 +1,182 @@
-"""The collection as a whole: twins, imports, pins."""
+"""The collection as a whole: twins are the same, and what is imported is declared.
+
+Scripts share no code, so shared code is duplicated. Functions, classes and flags of the same name
+are the same in all scripts that have them, except for those in the table below.
+"""
 
 import ast
+import difflib
 import re
 import sys
 import tomllib
 
-from conftest import LEARNERS, ROOT, SCRIPTS
+import pytest
+from conftest import LEARNERS, ROOT, SCRIPTS, TRIO
 
-TEXT = {name: (ROOT / name).read_text() for name in SCRIPTS}
-# What differs: scripts (in conftest.py's order) with one number agree. The names may change.
-DIFFERS = """parse_args 012345, main 000001, init_state 011234, TrainState 01123-,
-td_target 011---, vector_step 001---, train_interval 00012-, evaluate 00012-, select_action 0001--,
-draw 00012-, plot 00010-, report 00010-, Step ----01, play ----01, train_step 01123-,
---batch-size 011---, --learning-rate 011---"""
+PARALLEL, REPLAY, DECAY = TRIO
+GRID, REINFORCE, CAR = SCRIPTS[3:]
+TEXT = {script: (ROOT / script).read_text() for script in SCRIPTS}
+
+# Function or class: the groups of scripts that agree, and why the groups differ.
+DIFFERENT = {
+    "parse_args": ([], "each script has flags of its own"),
+    "main": ([LEARNERS, [CAR]], "the car learns nothing"),
+    "Transition": ([TRIO], ""),
+    "TrainState": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
+    "Step": ([], "REINFORCE keeps what its loss needs, the car what --save writes"),
+    "optimizer": ([TRIO, [REINFORCE]], "only the linear learners have constants, the centers"),
+    "init_state": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
+    "select_action": (
+        [TRIO, [GRID]],
+        "the grid world breaks ties at random: its table starts at 0",
+    ),
+    "vector_step": ([[PARALLEL, REPLAY]], "epsilon decays"),
+    "train_step": ([[REPLAY, DECAY]], "replay learns from a buffer; the others are other methods"),
+    "train_interval": ([[REPLAY, DECAY]], "parallel_td.py takes several steps for an update"),
+    "evaluate": ([TRIO], "each method learns something else"),
+    "play": ([], "REINFORCE plays to learn, the car to roll out"),
+    "report": ([[*TRIO, REINFORCE]], "the grid world has no greedy returns"),
+    "draw": ([TRIO], "REINFORCE has --gif, the grid world draws a table"),
+    "plot": ([[*TRIO, REINFORCE]], "the grid world draws a table"),
+}
+# The same for flags, among the trio.
+DIFFERENT_FLAGS = {
+    "--batch-size": ([[REPLAY, DECAY]], "only parallel_td.py rounds it up to whole steps"),
+    "--learning-rate": ([[REPLAY, DECAY]], "replay is stable with smaller steps only"),
+}
 
 
-def tree_of(node):  # comments, line breaks and docstrings do not show
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner):
-            del inner.body[0]
-    return ast.dump(node)
+def definitions(script):
+    """The source of each function and class of a script, with its comments."""
+    nodes = ast.parse(TEXT[script]).body
+    named = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {node.name: ast.get_source_segment(TEXT[script], node) for node in named}
 
 
-def test_twins_are_identical_but_for_the_list_and_the_launcher_is_to_the_letter():
-    found, same, differs = {}, [], {}
-    for i, text in enumerate(TEXT.values()):
-        trees = {tree_of(node): getattr(node, "name", None) for node in ast.parse(text).body}
-        same.append([tree for tree in trees if "CORES" in tree or tree.startswith("If")])
-        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-        flags = [re.match(r"[\w.]+\('(--[\w-]+)'", ast.unparse(call)) for call in calls if i < 3]
-        trees |= {flag.string: flag[1] for flag in flags if flag}  # of the trio
-        for tree, name in trees.items():
-            found.setdefault(name, {})[i] = tree
-    del found[None]  # statements that are no functions
-    for name, trees in found.items():
-        kinds = list(dict.fromkeys(trees.values()))
-        numbers = [str(kinds.index(trees[i])) if i in trees else "-" for i in range(6)]
-        differs |= {name: "".join(numbers)} if len(kinds) > 1 else {}
-    assert sorted(differs.values()) == sorted(re.findall(r" ([\d-]{6})", DIFFERS)), differs
-    assert same == [same[0]] * 6 and len(same[0]) == 5
-    assert len({TEXT[name].partition("\n# From here on, all")[2] for name in LEARNERS}) == 1
+def flags(script):
+    """The source of each flag of a script."""
+    calls = [node for node in ast.walk(ast.parse(TEXT[script])) if isinstance(node, ast.Call)]
+    sources = [ast.unparse(call) for call in calls]
+    found = [re.match(r"\w+\('(--[\w-]+)'", source) for source in sources]
+    return {match[1]: match.string for match in found if match}
 
 
-def test_imports_are_declared_and_pins_are_those_of_requirements():
-    pins = re.findall(r"^[^#\s]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+FUNCTIONS = {script: definitions(script) for script in SCRIPTS}
+FLAGS = {script: flags(script) for script in TRIO}
+
+
+def names_of_twins(sources):
+    names = [name for of_script in sources.values() for name in of_script]
+    return sorted(name for name in set(names) if names.count(name) > 1)
+
+
+def assert_same(sources, name, scripts):
+    """Say which scripts differ, where, and what to do."""
+    first, *others = scripts
+    for other in others:
+        one, two = sources[first][name], sources[other][name]
+        difference = difflib.unified_diff(
+            one.splitlines(), two.splitlines(), first, other, lineterm="", n=1
+        )
+        assert one == two, (
+            f"{name} differs between {first} and {other}:\n"
+            + "\n".join(difference)
+            + "\nCopy the change to the other scripts that have it, or write into the table of"
+            " tests/test_consistency.py which scripts agree, and why the others differ."
+        )
+
+
+def groups_of(sources, table, name):
+    """The scripts that have a name, in groups that must agree."""
+    having = [script for script in sources if name in sources[script]]
+    if name not in table:
+        return [having]
+    groups = [list(group) for group in table[name][0]]
+    alone = [[script] for script in having if not any(script in group for group in groups)]
+    return groups + alone
+
+
+@pytest.mark.parametrize("name", names_of_twins(FUNCTIONS))
+def test_functions_of_the_same_name_are_the_same(name):
+    for group in groups_of(FUNCTIONS, DIFFERENT, name):
+        assert_same(FUNCTIONS, name, group)
+
+
+@pytest.mark.parametrize("name", names_of_twins(FLAGS))
+def test_flags_of_the_trio_are_the_same(name):
+    for group in groups_of(FLAGS, DIFFERENT_FLAGS, name):
+        assert_same(FLAGS, name, group)
+
+
+def stale(sources, table, name):
+    """Groups of the table that agree with another one: they should be one group."""
+    groups = groups_of(sources, table, name)
+    texts = [sources[group[0]][name] for group in groups]
+    return [groups[i] for i, text in enumerate(texts) if texts.index(text) != i]
+
+
+def test_the_table_says_that_scripts_differ_only_where_they_do():
+    for name in DIFFERENT:
+        assert not stale(FUNCTIONS, DIFFERENT, name), f"{name}: join these groups in the table"
+    for name in DIFFERENT_FLAGS:
+        assert not stale(FLAGS, DIFFERENT_FLAGS, name), f"{name}: join these groups in the table"
+
+
+@pytest.mark.parametrize("script", LEARNERS[1:])
+def test_what_follows_the_marked_line_is_the_same_to_the_letter(script):
+    def helpers(script):
+        _above, _, after = TEXT[script].partition("\n# From here on, nothing is about learning")
+        assert after, f"{script} has no marked line"
+        return after.splitlines()
+
+    difference = difflib.unified_diff(helpers(LEARNERS[0]), helpers(script), LEARNERS[0], script)
+    assert not list(difference), "copy the change to all learners"
+
+
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_settings_before_jax_is_imported_are_the_same(script):
+    def settings(script):
+        lines = TEXT[script].partition("\nimport argparse\n")[2].partition("\nimport jax\n")[0]
+        lines = lines.partition("from typing import NamedTuple\n")[2]
+        return [line for line in lines.splitlines() if "XLA" not in line and "LOOPS" not in line]
+
+    shared = [line for line in settings(SCRIPTS[0]) if line]
+    assert [line for line in settings(script) if line in shared and line] == shared
+
+
+def pins():
+    """The lines of requirements.txt, without comments."""
+    text = (ROOT / "requirements.txt").read_text()
+    return set(re.findall(r"^[^#\s]+", text, re.MULTILINE))
+
+
+def declared_by(script):
+    """The PEP 723 block of a script."""
+    block = re.match(r"# /// script\n(.*?)# ///\n", TEXT[script], re.DOTALL).group(1)
+    return tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_pins_are_those_of_requirements(script):
+    assert set(declared_by(script)["dependencies"]) <= pins()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_python_is_bounded_by_what_was_tried(script):
+    assert declared_by(script)["requires-python"] == ">=3.11,<3.14"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_is_imported_is_declared(script):
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", TEXT[script], re.MULTILINE))
+    declared = {re.match("[a-z]+", pin)[0] for pin in declared_by(script)["dependencies"]}
+    bundled = {"numpy", "flax"}  # NumPy comes with jax, Flax and Matplotlib with gymnax[visualize]
+    if "gymnax" in declared:
+        bundled.add("matplotlib")
+    assert imported - sys.stdlib_module_names - bundled <= declared
+
+
+def test_no_script_imports_another():
+    own = {script.removesuffix(".py") for script in SCRIPTS}
     for text in TEXT.values():
-        block = re.match(r"# /// script\n(.*?)# ///\n", text, re.DOTALL).group(1)
-        block = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))["dependencies"]
-        assert {*block} - {"matplotlib"} <= {*pins}
-        wanted = {*re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE)}
-        extra = {"numpy", "flax", "matplotlib", "jaxlib", "six"}  # they come with the others
-        declared = {re.match("[a-z]+", pin)[0] for pin in block} - extra
-        assert declared == wanted - extra - sys.stdlib_module_names
+        assert not own & set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))

@@ -1,6 +1,7 @@
-"""mountaincar_env.py against Gymnasium's MountainCar-v0, and what its rollout counts and saves."""
+"""mountaincar_env.py against Gymnasium's and gymnax's MountainCar, and what a rollout counts."""
 
 import itertools
+from types import SimpleNamespace
 
 import gymnasium
 import gymnax
@@ -9,35 +10,81 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import kstest
-from test_launcher import Output, shown
 
 import mountaincar_env as car
 
 # A strong car reaches both walls, and meets its goal in the valley in any step from the first on.
-LIMIT, CHANGES = 60, {"gravity": 0.004, "force": 0.01, "max_speed": 0.05, "min_position": -1.22}
-CHANGES |= {"max_position": 0.4, "goal_position": -0.53, "goal_velocity": 0.005}
+LIMIT = 60
+CHANGES = {
+    "gravity": 0.004,
+    "force": 0.01,
+    "max_speed": 0.05,
+    "min_position": -1.22,
+    "max_position": 0.4,
+    "goal_position": -0.53,
+    "goal_velocity": 0.005,
+}
 close, equal = np.testing.assert_allclose, np.testing.assert_equal
 
 
-def test_a_learners_step_is_that_of_gymnax_and_the_cosine_suits_wider_tracks():
-    rng, keys, found = np.random.default_rng(0), jax.random.split(jax.random.key(0), 1000), []
-    state = np.float32(rng.uniform([[-1.2], [-0.07]], [[0.6], [0.07]], (2, 1000)))
-    before, action = car.EnvState(rng.integers(195, 200, 1000), *state), jnp.arange(1000) % 3
-    for env in car.MountainCar(), gymnax.make("MountainCar-v0")[0]:
+@pytest.fixture(scope="module")
+def steps():
+    """One `step` of 1,000 cars by the script's class and by gymnax's, from the same states."""
+    rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0), 1000)
+    position, velocity = np.float32(rng.uniform([[-1.2], [-0.07]], [[0.6], [0.07]], (2, 1000)))
+    time = rng.integers(195, 200, 1000)  # some reach the time limit of 198
+    before, action = car.EnvState(time, position, velocity), jnp.arange(1000) % 3
+    of = {}
+    for name, env in ("own", car.MountainCar()), ("gymnax", gymnax.make("MountainCar-v0")[0]):
         params = env.default_params.replace(max_steps_in_episode=198, **CHANGES)
-        obs, state, *ends, _ = jax.vmap(env.step, (0, 0, 0, None))(keys, before, action, params)
-        box, defaults = env.observation_space(params), vars(env.default_params).values()
-        spaces = box.shape, box.dtype, box.low, box.high, env.action_space(params).n
-        time = state.time, env.reset(keys[0], params)[1].time
-        found.append([*spaces, *defaults, obs.shape, obs.dtype, *time, *ends])
-    for ours, theirs in zip(*found, strict=True):
-        np.testing.assert_array_equal(ours, theirs, strict=True)
+        step = jax.jit(jax.vmap(env.step, (0, 0, 0, None)))
+        obs, state, reward, terminated, truncated, info = step(keys, before, action, params)
+        of[name] = {
+            "obs": obs,
+            "final_observation": info["final_observation"],
+            "time": state.time,
+            "reward": reward,
+            "terminated": terminated,
+            "truncated": truncated,
+        }
+    return of
+
+
+def test_a_step_of_a_learner_is_that_of_gymnax(steps):
+    for name, theirs in steps["gymnax"].items():
+        own = steps["own"][name]
+        assert (own.shape, own.dtype) == (theirs.shape, theirs.dtype), name
+        close(own, theirs, rtol=0, atol=1e-7, err_msg=name)  # the cosine is a series
+    assert 0 < np.mean(steps["own"]["terminated"]) < 1
+    assert 0 < np.mean(steps["own"]["truncated"]) < 1
+
+
+def test_parameters_and_spaces_are_those_of_gymnax():
+    own, theirs = car.MountainCar(), gymnax.make("MountainCar-v0")[0]
+    assert vars(own.default_params) == vars(theirs.default_params)
+    params = theirs.default_params
+    assert own.action_space(params).n == theirs.action_space(params).n == own.num_actions
+    for name in "low", "high", "shape", "dtype":
+        box, other = own.observation_space(params), theirs.observation_space(params)
+        equal(np.asarray(getattr(box, name)), np.asarray(getattr(other, name)))
+
+
+def test_the_cosine_suits_wider_tracks():
     x = np.linspace(-60, 60, 10001, dtype=np.float32)
     close(car.cosine(x), np.cos(x.astype(float)), atol=1e-5)
 
 
+def test_the_clock_of_the_class_counts_its_steps():
+    """Learners see the time limit by it. Your own class: put it in the place of ENV."""
+    key = jax.random.key(0)
+    _, state = car.ENV.reset_env(key, car.PARAMS)
+    action = car.ENV.action_space(car.PARAMS).sample(key)
+    _, after, *_ = car.ENV.step_env(key, state, action, car.PARAMS)
+    assert (state.time, after.time) == (0, 1)
+
+
 class Costly(car.MountainCar):
-    """Rewards of -1 to -3, by action; nan after the end."""
+    """Rewards of -1 to -3, by action; nan after the end, which nothing may count."""
 
     def step_env(self, key, before, action, params):
         obs, state, reward, terminated, info = super().step_env(key, before, action, params)
@@ -45,61 +92,144 @@ class Costly(car.MountainCar):
         return obs, state, reward, terminated, info
 
 
-def test_random_episodes_are_those_that_gymnasium_plays(monkeypatch, tmp_path):
-    monkeypatch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=LIMIT, **CHANGES))
-    monkeypatch.setattr(car, "ENV", Costly())
-    flags = "--num-envs 999 --num-episodes 5 --num-intervals 2 --save"  # 2 lines of 3 episodes
-    saved = car.main([*flags.split(), str(tmp_path / "x.npz")])
-    equal(dict(np.load(tmp_path / "x.npz")), saved)
-    assert {saved[name].shape[:3] for name in car.Step._fields} == {(999, 6, LIMIT)}
+@pytest.fixture(scope="module")
+def rollout(tmp_path_factory):
+    """999 costly cars, six episodes each: two lines of three. 999 do not divide evenly."""
+    path, patch = tmp_path_factory.mktemp("car") / "x.npz", pytest.MonkeyPatch()
+    patch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=LIMIT, **CHANGES))
+    patch.setattr(car, "ENV", Costly())
+    flags = ["--num-envs", "999", "--num-episodes", "5", "--num-intervals", "2"]
+    results = car.main([*flags, "--save", str(path)])
+    patch.undo()
+    return SimpleNamespace(results=results, file=dict(np.load(path)), **results)
+
+
+def test_the_file_holds_what_main_returns(rollout):
+    equal(rollout.file, rollout.results)
+    shapes = {rollout.results[name].shape[:3] for name in car.Step._fields}
+    assert shapes == {(999, 6, LIMIT)}
+
+
+# A part of all episodes, since Gymnasium plays one step at a time.
+SOME = [*itertools.product(range(0, 999, 37), range(6))]
+
+
+def test_steps_are_those_of_gymnasium(rollout):
     env = gymnasium.make("MountainCar-v0").unwrapped
     vars(env).update(CHANGES)
-    for place in itertools.product(range(0, 999, 37), range(6)):
-        steps, ended, at_goal = [saved[name][place] for name in car.Step._fields], False, False
-        equal(steps[0][1:], steps[3][:-1])
-        for obs, action, reward, next_obs, terminated, mask in zip(*steps, strict=True):
-            env.state, paid = obs.astype(float), np.nan if at_goal else -1 - action
-            at_goal = env.step(int(action))[2]
-            assert (mask, terminated) == (not ended, at_goal)
-            equal(reward, np.float32(paid))
-            close(next_obs, env.state, rtol=0, atol=3e-7)  # the script has single precision
-            ended |= at_goal
-    mask, ends, lengths = saved["mask"], saved["terminated"], saved["mask"].sum(axis=2)
-    for axis, bound in (0, -1.22), (0, 0.4), (1, -0.05), (1, 0.05):  # the walls, the top speed
-        assert np.mean(saved["next_obs"][..., axis] == np.float32(bound)) > 0.001
-    assert {*lengths[np.any(mask & ends, axis=2)]} == {*range(1, LIMIT + 1)}
-    for i, some in enumerate((slice(3), slice(3, 6))):
-        assert saved["episodes"][i] == some.stop
-        assert saved["timesteps"][i] == lengths[:, : some.stop].sum()
-        returns = np.sum(saved["reward"][:, some], axis=2, where=mask[:, some])
-        close(saved["returns"][i], returns.mean(), rtol=1e-5)
-        close(saved["terminations"][i], np.any(ends & mask, axis=2)[:, some].mean(), rtol=1e-5)
-    starts, action = saved["obs"][:, :, 0].reshape(-1, 2), saved["action"]  # (N, 6, T)
-    assert len(np.unique(starts[:, 0])) > 0.993 * len(starts) and not starts[:, 1].any()
+    for place in SOME:
+        obs, next_obs = rollout.obs[place], rollout.next_obs[place]
+        equal(obs[1:], next_obs[:-1])
+        for t in range(LIMIT):
+            env.state = np.float64(obs[t])
+            _, reward, terminated, *_ = env.step(int(rollout.action[place][t]))
+            close(next_obs[t], env.state, rtol=0, atol=3e-7)  # the script has single precision
+            assert rollout.terminated[place][t] == terminated
+            if rollout.mask[place][t]:
+                assert rollout.reward[place][t] == reward - rollout.action[place][t]
+
+
+def test_the_mask_is_true_up_to_the_end_of_an_episode(rollout):
+    for place in SOME:
+        ends = np.flatnonzero(rollout.terminated[place])
+        length = ends[0] + 1 if len(ends) else LIMIT
+        equal(rollout.mask[place], np.arange(LIMIT) < length)
+
+
+def test_episodes_of_each_length_end_at_the_goal_and_cars_meet_all_bounds(rollout):
+    """Otherwise the tests above would show less than they say."""
+    ended = np.any(rollout.mask & rollout.terminated, axis=2)
+    assert set(rollout.mask.sum(axis=2)[ended]) == set(range(1, LIMIT + 1))
+    for axis, bound in (0, -1.22), (0, 0.4), (1, -0.05), (1, 0.05):  # walls, top speeds
+        assert np.mean(rollout.next_obs[..., axis] == np.float32(bound)) > 0.001
+
+
+def test_a_line_counts_real_steps_and_their_rewards(rollout):
+    ended = np.any(rollout.mask & rollout.terminated, axis=2)  # (N, 6)
+    returns = np.sum(rollout.reward, axis=2, where=rollout.mask)  # (N, 6)
+    for line, (first, last) in enumerate([(0, 3), (3, 6)]):
+        assert rollout.episodes[line] == last
+        assert rollout.timesteps[line] == rollout.mask[:, :last].sum()  # so far
+        close(rollout.returns[line], returns[:, first:last].mean(), rtol=1e-5)
+        close(rollout.terminations[line], ended[:, first:last].mean(), rtol=1e-5)
+        close(rollout.truncations[line], 1 - rollout.terminations[line], rtol=1e-5)
+
+
+def test_episodes_start_at_rest_evenly_over_the_valley(rollout):
+    starts = rollout.obs[:, :, 0].reshape(-1, 2)
+    assert not starts[:, 1].any()
     assert kstest(starts[:, 0], "uniform", args=(-0.6, 0.2)).pvalue > 1e-6
-    for other in 0, 1, 2, *(np.roll(action, 1, axis) for axis in range(3)):  # car, episode, step
-        assert abs(np.mean(action == other) - 1 / 3) < 5 * (2 / 9 / action.size) ** 0.5
+    assert len(np.unique(starts[:, 0])) > 0.993 * len(starts)  # float32 has few numbers there
 
 
-def test_the_seed_decides_everything_and_lines_devices_and_ctrl_c_nothing(monkeypatch, tmp_path):
-    """Car i of seed 1 is car i + 1 of seed 0. One car takes one device, 51 take two or more."""
+def test_random_actions_are_equally_likely_and_independent(rollout):
+    """Of the other cars, of the other episodes, and of the other steps."""
+    action, deviation = rollout.action, np.sqrt(2 / 9 / rollout.action.size)
+    for number in range(3):
+        assert abs(np.mean(action == number) - 1 / 3) < 5 * deviation
+    for axis in range(3):
+        assert abs(np.mean(action == np.roll(action, 1, axis)) - 1 / 3) < 5 * deviation
+
+
+@pytest.fixture
+def short(monkeypatch, tmp_path):
+    """A function that rolls out cars with a time limit of 20 steps."""
     monkeypatch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=20, **CHANGES))
-    flags = f"--num-episodes 6 --save {tmp_path / 'x.npz'} --num-intervals"
-    runs, cases = [], [(None, 3, "51"), (4, 3, "51"), (None, 3, "51 --seed 1"), (None, 1, "1")]
-    for num_lines, intervals, cars in cases:
-        monkeypatch.setattr("sys.stdout", out := Output(num_lines))
-        results = car.main(f"{flags} {intervals} --num-envs {cars}".split())
-        runs.append([results, *out.getvalue().splitlines()])
-    (one, *lines), (cut, *_), (other, *_), (alone, *_) = runs
+    save = ["--save", str(tmp_path / "x.npz")]
+    return lambda flags: car.main([*flags.split(), "--num-episodes", "6", *save])
+
+
+def test_a_car_is_the_same_alone_and_among_others_with_any_number_of_lines(short):
+    """One car takes one device, 51 take two; 600 take batches of 150. Car i has seed + i."""
+    many, alone = short("--num-envs 600 --num-intervals 3"), short("--num-envs 1 --num-intervals 1")
+    shifted = short("--num-envs 51 --seed 1 --num-intervals 2")
     for name in car.Step._fields:
-        equal(cut[name], one[name][:, :4])
-        equal(other[name][:-1], one[name][1:])
-        equal(alone[name], one[name][:1])
-    assert cut["interrupted"] and cut["episodes"].tolist() == [2, 4]
-    assert not one["interrupted"] and one["rollout_seconds"] < 1
-    ends = 6, one["returns"][2], one["terminations"][2] * 100
-    assert all(shown(value, lines[4], 0.06) for value in ends)
-    rocking = car.main(f"{flags} 2 --num-envs 9 --policy rocking".split())
+        equal(alone[name], many[name][:1])
+        equal(shifted[name], many[name][1:52])
+
+
+def test_rocking_pushes_in_the_direction_of_motion(short):
+    rocking = short("--num-envs 9 --policy rocking")
     equal(rocking["action"], np.where(rocking["obs"][..., 1] < 0, 0, 2))
-    with pytest.raises(SystemExit):  # counted after rounding: 499 episodes are 5 lines of 100
+
+
+def test_the_last_line_shows_the_last_interval(short, capsys):
+    results = short("--num-envs 9 --num-intervals 3")
+    *_, line = capsys.readouterr().out.splitlines()
+    assert "episode 6" in line and "steps/s" in line
+    assert f"{results['returns'][2]:.1f}" in line
+    assert f"{results['terminations'][2] * 100:.1f}" in line
+
+
+class Stopped(car.MountainCar):
+    """A class whose author forgot to add 1 to `time`: a learner would never see its time limit."""
+
+    def step_env(self, key, state, action, params):
+        obs, after, reward, terminated, info = super().step_env(key, state, action, params)
+        return obs, after.replace(time=state.time), reward, terminated, info
+
+
+class WithoutAnEnd(car.MountainCar):
+    """No state is terminal: gymnax allows a Python False."""
+
+    def is_terminated(self, state, params):
+        return False
+
+
+def test_a_class_whose_clock_stands_still_is_refused(short, monkeypatch):
+    monkeypatch.setattr(car, "ENV", Stopped())
+    with pytest.raises(ValueError, match="add 1 to"):
+        short("--num-envs 9")
+
+
+def test_a_class_without_terminal_states_runs_to_the_time_limit(short, monkeypatch):
+    monkeypatch.setattr(car, "ENV", WithoutAnEnd())
+    results = short("--num-envs 9")
+    assert results["mask"].all() and np.all(results["truncations"] == 1)
+
+
+def test_a_file_of_too_many_steps_is_refused(capsys):
+    # 499 episodes are rounded up to 5 lines of 100, so 10,001 cars make more than 1e8 steps.
+    with pytest.raises(SystemExit):
         car.parse_args("--save x.npz --num-envs 10001 --num-episodes 499".split())
+    assert "at most 1e+08 steps" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""reinforce_parallel.py: episodes against Gymnasium, the gradient by enumeration, Adam's steps."""
+"""reinforce_parallel.py: distributions, episodes against Gymnasium, the gradient by enumeration.
+
+The fixture `learning` trains on CartPole-v1 for two intervals, and records episodes and updates.
+"""
 
 import itertools
 from functools import partial
@@ -17,81 +20,139 @@ from scipy.stats import kstest, norm
 import reinforce_parallel as rp
 
 close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)  # sums in single precision
+DISCRETE, CONTINUOUS = SimpleNamespace(discrete=True), SimpleNamespace(discrete=False)
+DRAWS = 20_000
+LIMIT = 40  # steps: some poles fall before
 
 
 def forward(params, obs):
     return np.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
 
 
-def test_actions_are_as_likely_as_their_log_probabilities_say():
-    keys, rng = jax.random.split(jax.random.key(0), 20000), np.random.default_rng(0)
-    draw, obs = jax.jit(jax.vmap(rp.sample, (None, None, 0))), np.ones(3)
-    shapes = {"w0": (3, 8), "b0": 8, "w1": (8, 4), "b1": 4}
+def random_params(actions):
+    rng, shapes = (
+        np.random.default_rng(0),
+        {"w0": (3, 8), "b0": 8, "w1": (8, actions), "b1": actions},
+    )
     params = {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
+    return params | {"log_std": rng.normal(size=actions)}
+
+
+def draw(run, params, obs):
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    return np.asarray(jax.jit(jax.vmap(partial(rp.sample, run, params, obs)))(keys))
+
+
+def test_a_discrete_action_is_as_likely_as_its_log_probability_says():
+    params, obs = random_params(4), np.ones(3)
     p = softmax(forward(params, obs))
-    counts = np.bincount(draw(params, obs, keys), minlength=4)
-    assert np.all(np.abs(counts - 20000 * p) < 5 * np.sqrt(20000 * p * (1 - p)))
-    close([rp.log_prob(params, obs, action) for action in range(4)], np.log(p))
-    params |= {"w1": params["w1"][:, :2], "b1": params["b1"][:2], "log_std": rng.normal(size=2)}
+    close([rp.log_prob(DISCRETE, params, obs, action) for action in range(4)], np.log(p))
+    counts = np.bincount(draw(DISCRETE, params, obs), minlength=4)
+    assert np.all(np.abs(counts - DRAWS * p) < 5 * np.sqrt(DRAWS * p * (1 - p)))
+    assert rp.greedy_action(DISCRETE, params, obs) == p.argmax()
+
+
+def test_a_continuous_action_is_normal_around_its_mean():
+    params, obs = random_params(2), np.ones(3)
     mean, std = forward(params, obs), np.exp(params["log_std"])
-    noise = (np.asarray(draw(params, obs, keys)) - mean) / std
-    assert all(kstest(column, norm.cdf).statistic < 2.5 / 20000**0.5 for column in noise.T)
-    assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / 20000**0.5
-    other = mean + np.array([1, -2])
-    value, slope = jax.jit(jax.value_and_grad(rp.log_prob))(params, obs, other)
-    close(value, norm.logpdf(other, mean, std).sum())
-    close(slope["log_std"], ((other - mean) / std) ** 2 - 1)
-    close(rp.greedy_action(params, obs), mean)
+    noise = (draw(CONTINUOUS, params, obs) - mean) / std
+    assert all(kstest(column, norm.cdf).statistic < 2.5 / DRAWS**0.5 for column in noise.T)
+    assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / DRAWS**0.5
+    close(rp.greedy_action(CONTINUOUS, params, obs), mean)
+
+
+def test_the_log_probability_of_a_continuous_action_is_that_of_a_normal_density():
+    params, obs = random_params(2), np.ones(3)
+    mean, std = forward(params, obs), np.exp(params["log_std"])
+    action = mean + np.array([1, -2])
+    log_prob = jax.jit(jax.value_and_grad(partial(rp.log_prob, CONTINUOUS)))
+    value, slope = log_prob(params, obs, action)
+    close(value, norm.logpdf(action, mean, std).sum())
+    close(slope["log_std"], ((action - mean) / std) ** 2 - 1)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
-def test_actions_fit_their_space_or_are_refused(shape, monkeypatch, capsys):
-    low, high = np.full(shape, -1.0), np.full(shape, 3.0)
-    for space in spaces.Box(low, high, shape), spaces.Box(-1.0, 3.0, shape):
-        for inside, outside in (-2, -1), (-1, -1), (0.5, 2), (7, 3):
-            action = rp.to_bounds(space, np.full(low.size, inside))
-            assert action.shape == shape and np.all(action == outside)
-    for space in spaces.Box(low, np.inf * high, shape), spaces.Tuple([spaces.Discrete(2)]):
-        env = SimpleNamespace(name="x", action_space=lambda params, space=space: space), None
-        monkeypatch.setattr(rp, "make_env", lambda env_id, env=env: env)
-        with pytest.raises(SystemExit):
-            rp.parse_args([])
-        assert "CartPole-v1: actions must be discrete, or" in capsys.readouterr().err
+def test_continuous_actions_are_clipped_and_scaled_to_their_space(shape):
+    for space in (
+        spaces.Box(np.full(shape, -1.0), np.full(shape, 3.0), shape),
+        spaces.Box(-1.0, 3.0, shape),
+    ):
+        env = SimpleNamespace(action_space=lambda params, space=space: space)
+        run = SimpleNamespace(discrete=False, env=env, env_params=None)
+        size = int(np.prod(shape))
+        for of_policy, expected in (-2, -1), (-1, -1), (0.5, 2), (7, 3):
+            action = rp.to_env(run, np.full(size, of_policy))
+            assert action.shape == shape and np.all(action == expected)
 
 
-def test_gradient_is_unbiased_for_unequal_lengths_by_enumeration():
-    """Action 0 ends an episode, action 1 goes on, at most 3 steps: 4 episodes, 64 triples."""
-    # The expectation over all triples is 2 / 3 of the exact gradient. Padding, nan, has no effect.
-    action = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]])  # of each episode, a row
-    mask = np.array([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]], bool)
-    reward = np.array([[5.0, 1.0], [-2.0, 3.0], [4.0, 7.0]])[[0, 1, 2], action]
-    pi, exact = np.array([0.6, 0.4]), np.zeros(2)
-    probability = np.prod(pi[action], axis=1, where=mask)
-    for i, t in np.argwhere(mask):
-        to_go = 0.5 ** np.arange(3 - t) @ (mask * reward)[i, t:]
-        exact += probability[i] * to_go * (np.eye(2)[action[i, t]] - pi)
-    params = {"w0": np.zeros((1, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2)), "b1": np.log(pi)}
-    three = np.array([*itertools.product(range(4), repeat=3)])  # (64, 3)
-    obs, reward = np.where(mask, 0, np.nan)[..., None], np.where(mask, reward, np.nan)
-    episodes = rp.Step(obs[three], action[three], reward[three], mask[three])
-    slope = jax.grad(partial(rp.policy_loss, run := SimpleNamespace(gamma=0.5)))
-    slopes = jax.jit(jax.vmap(partial(slope, params)))(episodes)["b1"]
-    close(-probability[three].prod(axis=1) @ slopes, exact * 2 / 3)
-    close(jax.vmap(partial(rp.advantages, run))(episodes)[:, :, 0].sum(axis=1), 0)  # all live
-    # Equal episodes have no advantage at all: a rounding error would give Adam full steps.
+@pytest.mark.parametrize(
+    "space",
+    [spaces.Box(-1.0, np.inf, (2,)), spaces.Tuple([spaces.Discrete(2)])],
+    ids=["without a bound", "of another kind"],
+)
+def test_other_spaces_of_actions_are_refused(space, monkeypatch, capsys):
+    env = SimpleNamespace(name="x", action_space=lambda params: space)
+    monkeypatch.setattr("gymnax.make", lambda env_id: (env, None))
+    with pytest.raises(SystemExit):
+        rp.parse_args([])
+    assert "CartPole-v1: actions must be discrete, or" in capsys.readouterr().err
+
+
+# Episodes of at most three steps: action 0 ends an episode, action 1 goes on. So there are four.
+ACTIONS = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
+MASK = np.array([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]], bool)
+REWARDS = np.array([[5.0, 1.0], [-2.0, 3.0], [4.0, 7.0]])[[0, 1, 2], ACTIONS]  # by step and action
+PI = np.array([0.6, 0.4])
+PROBABILITY = np.prod(PI[ACTIONS], axis=1, where=MASK)  # of each episode
+TRIPLES = np.array([*itertools.product(range(4), repeat=3)])  # (64, 3) all batches of three
+GAMMA = SimpleNamespace(gamma=0.5, discrete=True)
+
+
+def exact_gradient():
+    """The expectation of sum_t G_t grad log pi(A_t), by the logits."""
+    gradient = np.zeros(2)
+    for i, t in np.argwhere(MASK):
+        to_go = 0.5 ** np.arange(3 - t) @ (MASK * REWARDS)[i, t:]
+        gradient += PROBABILITY[i] * to_go * (np.eye(2)[ACTIONS[i, t]] - PI)
+    return gradient
+
+
+def all_batches():
+    """Steps (64, 3, 3). What is observed in the padding is nan; rewards there are 0."""
+    obs = np.where(MASK, 0, np.nan)[..., None]
+    reward = np.where(MASK, REWARDS, 0)
+    return rp.Step(obs[TRIPLES], ACTIONS[TRIPLES], reward[TRIPLES], MASK[TRIPLES])
+
+
+def test_the_gradient_is_unbiased_for_episodes_of_unequal_length():
+    """Its expectation over all batches of three is 2 / 3 of the exact one, by enumeration.
+
+    The factor (N - 1) / N comes from the baseline, which includes the episode's own return.
+    """
+    params = {"w0": np.zeros((1, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2)), "b1": np.log(PI)}
+
+    def slope(episodes):
+        advantage = rp.advantages(GAMMA, episodes)
+        return jax.grad(partial(rp.policy_loss, GAMMA))(params, episodes, advantage)["b1"]
+
+    slopes = jax.jit(jax.vmap(slope))(all_batches())  # (64, 2)
+    close(-PROBABILITY[TRIPLES].prod(axis=1) @ slopes, exact_gradient() * 2 / 3)
+
+
+def test_the_baseline_is_the_mean_of_all_returns_to_go():
+    advantage = jax.vmap(partial(rp.advantages, GAMMA))(all_batches())  # (64, 3, 3)
+    close(advantage.sum(axis=1), 0)
+
+
+def test_equal_episodes_have_no_advantage_at_all():
+    """Adam would turn a rounding error into a full step."""
     equal = rp.Step(None, None, reward=np.full((7, 99), 0.1), mask=np.ones((7, 99), bool))
-    assert not jit(rp.advantages, run)(equal).any()
+    assert not jit(rp.advantages, GAMMA)(equal).any()
 
 
-def test_pendulums_reward_is_that_of_its_torque_and_two_billion_steps_are_counted():
-    flags = "--env-id Pendulum-v1 --hidden-size 999 --num-envs 8192 --num-iterations 1400"
-    run, other = (one_run(rp, f"{flags} --num-intervals 1", seed=seed) for seed in (3, 4))
-    state, other = (jit(rp.init_state, each)() for each in (run, other))
-    assert state.key != other.key and np.all(state.params["w0"] != other.params["w0"])
-    for name, scale in ("w0", 3**-0.5), ("w1", 0.01):
-        assert kstest(np.ravel(state.params[name]) / scale, norm.cdf).pvalue > 1e-5
-    _, metrics = jax.eval_shape(partial(rp.train_interval, run), state)
-    assert 8192 * 1400 * 200 / metrics["timesteps"].size < 2**31
+def test_the_reward_of_a_pendulum_is_that_of_its_torque():
+    run = one_run(rp, "--env-id Pendulum-v1")
+    state = jit(rp.init_state, run)()
     episode, _ = jit(rp.play, run)(state.params, jax.random.key(0))
     cosine, sine, speed = episode.obs.T
     torque = 2 * episode.action[:, 0].clip(-1, 1)
@@ -99,52 +160,128 @@ def test_pendulums_reward_is_that_of_its_torque_and_two_billion_steps_are_counte
     close(episode.reward, -cost, rtol=1e-3)  # near the top, the angle loses digits
 
 
-def follow(obs, act):
-    """Play in Gymnasium from an observation on. Return the observations before each action."""
-    env, seen, over = gymnasium.make("CartPole-v1").unwrapped, [], False
+def test_a_network_starts_with_random_weights_of_known_size():
+    flags = "--env-id Pendulum-v1 --hidden-size 999"
+    params, other = (jit(rp.init_state, one_run(rp, flags, seed=seed))().params for seed in (3, 4))
+    assert kstest(np.ravel(params["w0"]) * 3**0.5, norm.cdf).pvalue > 1e-5  # three inputs
+    assert kstest(np.ravel(params["w1"]) / 0.01, norm.cdf).pvalue > 1e-5  # nearly equal actions
+    assert not params["b0"].any() and not params["b1"].any() and not params["log_std"].any()
+    assert not np.any(params["w0"] == other["w0"])  # the seed decides
+
+
+def test_more_steps_than_32_bits_can_count_are_refused(capsys):
+    flags = "--num-envs 8192 --num-iterations 1400 --num-intervals"  # of at most 500 steps
+    with pytest.raises(SystemExit):
+        rp.parse_args(f"{flags} 1".split())
+    assert "--num-intervals" in capsys.readouterr().err
+    assert rp.parse_args(f"{flags} 3".split()).interval_updates == 467  # 1.9e9 steps
+
+
+def play_in_gymnasium(obs, choose):
+    """Play from an observation on. Return the observations before each action."""
+    env, seen, terminated = gymnasium.make("CartPole-v1").unwrapped, [], False
     env.reset()
-    env.state = obs.astype(float)
-    while not over and len(seen) < 40:
+    env.state = np.float64(obs)
+    while not terminated and len(seen) < LIMIT:
         seen.append(env.state)
-        over = env.step(int(act(len(seen) - 1, env.state)))[2]
+        terminated = env.step(int(choose(len(seen) - 1, env.state)))[2]
     return seen
 
 
-@pytest.mark.parametrize("sync", ["padding", "truncation"])
-def test_learning_is_adam_on_the_episodes_that_were_played(sync, monkeypatch):
-    env, params = rp.make_env("CartPole-v1")
-    params = params.replace(max_steps_in_episode=40)
-    monkeypatch.setattr(rp, "make_env", lambda env_id, params=params: (env, params))
-    calls, plays = watch(monkeypatch, rp, "advantages"), watch(monkeypatch, rp, "play", False)
-    starts = watch(monkeypatch, type(env), "reset", ordered=False)
+@pytest.fixture(scope="module", params=["padding", "truncation"])
+def learning(request):
+    """A record of two intervals of four updates, from five episodes each, and of an evaluation."""
+    patch = pytest.MonkeyPatch()
+    # 7 updates are rounded up to two intervals of 4.
     flags = "--num-iterations 7 --num-intervals 2 --num-envs 5 --eval-episodes 5 --hidden-size 8"
-    run = one_run(rp, f"{flags} --sync {sync}", learning_rate=0.05, gamma=0.9)
+    args = rp.parse_args([])
+    params = args.env_params.replace(max_steps_in_episode=LIMIT)
+    own = {"learning_rate": 0.05, "gamma": 0.9, "env_params": params}
+    run = one_run(rp, f"{flags} --sync {request.param}", **own)
+    updates = watch(patch, rp, "policy_loss")
+    plays = watch(patch, rp, "play", ordered=False)
+    starts = watch(patch, type(args.env), "reset", ordered=False)
     state, train = jit(rp.init_state, run)(), jit(rp.train_interval, run)
-    slope, adam = jit(jax.grad(rp.policy_loss, 1), run), optax.adam(lambda n: 0.05 * (1 - n / 8))
-    params, moments, update = state.params, adam.init(state.params), jax.jit(adam.update)
+    first, halves = jax.device_get(state.params), []
     for _ in range(2):
-        calls.clear(), plays.clear()  # `slope` adds to them
         state, metrics = train(state)
         jax.effects_barrier()
-        assert (len(plays), len(calls)) == (20, 4)
-        lengths = {}
-        for _, (episode, _) in plays:
-            seen = follow(episode.obs[0], lambda t, _, action=episode.action: action[t])
-            lengths[episode.obs[0].tobytes()] = n = len(seen)
-            assert episode.mask.tolist() == [True] * n + [False] * (40 - n)
-            close(episode.obs[:n], seen)
-            close(episode.reward[:n], 1)
-        for (episodes,), _ in calls[:]:
-            wanted = [lengths[obs.tobytes()] for obs in episodes.obs[:, 0]]
-            cut = wanted if sync == "padding" else min(wanted)
-            assert np.all(episodes.mask.sum(axis=1) == cut)
-            steps, moments = update(slope(params, episodes), moments)
-            params = jax.tree.map(np.add, params, steps)
-        jax.tree.map(partial(close, atol=5e-3), state.params, params)
-        close(metrics["returns"], np.mean([*lengths.values()]))
-        assert np.sum(metrics["timesteps"]) == sum(lengths.values())
-    greedy = jit(rp.evaluate, run)(state)["greedy_return"]
+        halves.append(SimpleNamespace(metrics=metrics, plays=plays[:], updates=updates[:]))
+        plays.clear(), updates.clear()
+    returns = jit(rp.evaluate, run)(state)["greedy_return"]
     jax.effects_barrier()
-    assert len({obs.tobytes() for _, (obs, _) in starts}) == 45
-    best = partial(follow, act=lambda _, obs: forward(state.params, obs).argmax())
-    close(sorted(greedy), sorted(len(best(obs)) for _, (obs, _) in starts[40:]))
+    patch.undo()
+    updates = halves[0].updates + halves[1].updates
+    return SimpleNamespace(
+        sync=request.param,
+        run=run,
+        first=first,
+        last=jax.device_get(state.params),
+        halves=halves,
+        episodes=[play.out[0] for half in halves for play in half.plays],
+        updates=updates,
+        after=[update.params for update in updates[1:]] + [jax.device_get(state.params)],
+        starts=[start.out[0] for start in starts],
+        greedy_returns=returns,
+    )
+
+
+def length_of(episode):
+    return len(play_in_gymnasium(episode.obs[0], lambda t, _: episode.action[t]))
+
+
+def test_episodes_are_those_that_gymnasium_plays(learning):
+    assert len(learning.episodes) == 40  # 8 updates from 5 episodes
+    for episode in learning.episodes:
+        seen = play_in_gymnasium(episode.obs[0], lambda t, _, played=episode: played.action[t])
+        n = len(seen)
+        close(episode.obs[:n], seen)
+        assert episode.mask.tolist() == [True] * n + [False] * (LIMIT - n)
+        assert episode.reward.tolist() == [1] * n + [0] * (LIMIT - n)
+    assert len({length_of(episode) for episode in learning.episodes}) > 5
+
+
+def test_updates_learn_from_whole_episodes_or_up_to_the_end_of_the_shortest(learning):
+    lengths = {episode.obs[0].tobytes(): length_of(episode) for episode in learning.episodes}
+    for update in learning.updates:
+        played = [lengths[obs.tobytes()] for obs in update.episodes.obs[:, 0]]
+        expected = played if learning.sync == "padding" else [min(played)] * 5
+        assert update.episodes.mask.sum(axis=1).tolist() == expected
+        assert update.episodes.reward.sum(axis=1).tolist() == expected
+
+
+def test_advantages_are_discounted_returns_to_go_less_their_mean(learning):
+    for update in learning.updates:
+        returns = np.zeros((5, LIMIT + 1))
+        for t in reversed(range(LIMIT)):
+            returns[:, t] = update.episodes.reward[:, t] + 0.9 * returns[:, t + 1]
+        close(update.advantage, returns[:, :-1] - returns[:, :-1].mean(axis=0))
+
+
+def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
+    slope = jit(jax.grad(rp.policy_loss, 1), learning.run)  # checked by enumeration, above
+    adam = optax.adam(lambda count: 0.05 * (1 - count / 8))
+    moments, update_of = adam.init(learning.first), jax.jit(adam.update)
+    for update, after in zip(learning.updates, learning.after, strict=True):
+        gradient = slope(update.params, update.episodes, update.advantage)
+        step, moments = update_of(gradient, moments)
+        jax.tree.map(close, after, jax.tree.map(np.add, update.params, step))
+
+
+def test_a_progress_line_counts_real_steps_and_shows_their_mean_return(learning):
+    for half in learning.halves:
+        lengths = [length_of(play.out[0]) for play in half.plays]
+        assert half.metrics["timesteps"] == sum(lengths)
+        close(half.metrics["returns"], np.mean(lengths))  # a reward of 1 for each step
+
+
+def test_greedy_returns_are_those_of_gymnasium(learning):
+    def best(t, obs):
+        return forward(learning.last, obs).argmax()
+
+    expected = [len(play_in_gymnasium(obs, best)) for obs in learning.starts[-5:]]
+    assert sorted(learning.greedy_returns.tolist()) == sorted(expected)
+
+
+def test_no_two_episodes_start_alike(learning):
+    assert len({obs.tobytes() for obs in learning.starts}) == len(learning.starts) == 45

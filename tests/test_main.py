@@ -1,0 +1,270 @@
+"""What surrounds the algorithm: runs, devices, lines, files, figures and Ctrl-C.
+
+A toy takes the place of the algorithm in each learner. Its numbers follow from the flags of a run,
+so each test knows what must be printed, saved or drawn. The toy has 15 settings of three seeds:
+three learning rates, five discount factors, seeds 4 to 6.
+"""
+
+import io
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import LEARNERS, load
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+RATES, GAMMAS, SEEDS = [0.5, 0.125, 0.25], [0.5, 0.75, 1.0, 0.25, 0.625], [4, 5, 6]
+FLAGS = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.625 --num-seeds 3 --seed 4"
+STEPS = 2**30  # in each of four intervals: together more than 32 bits can count
+
+# What is known of the 45 runs, (45,) each: seeds change fastest, then gamma.
+rate = np.repeat(RATES, 5 * 3)
+gamma = np.tile(np.repeat(GAMMAS, 3), 3)
+seed = np.tile(SEEDS, 15)
+
+
+def state_after(lines):
+    """The toy's state: it starts at the seed, and each interval adds the learning rate."""
+    return seed + lines * rate
+
+
+def returns_in(line):
+    """The toy's returns. Runs of seed 4 have none in the first line."""
+    return np.where((seed == 4) & (line == 1), np.nan, state_after(line) * gamma)
+
+
+@pytest.fixture(params=LEARNERS)
+def script(request, monkeypatch):
+    """A learner with the toy in the place of its algorithm."""
+    script = load(request.param)
+
+    def init_state(run):
+        return run.seed + 0.0
+
+    def train_interval(run, state):
+        state = state + run.learning_rate
+        in_first_line = state < 4 + 1.5 * run.learning_rate
+        returns = jnp.where((run.seed == 4) & in_first_line, jnp.nan, state * run.gamma)
+        return state, {"timesteps": jnp.array(STEPS), "returns": returns, "unknown": jnp.nan}
+
+    def evaluate(run, state):
+        learned = {"greedy_return": state + jnp.array([-9.0, 9.0])}
+        if hasattr(run, "grid_size"):
+            learned = {"q_table": state + jnp.zeros((*run.grid_size, 4)), "greedy_steps": state}
+        return {**learned, "layer": {"kernel": state}}
+
+    monkeypatch.setattr(script, "init_state", init_state)
+    monkeypatch.setattr(script, "train_interval", train_interval)
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    return script
+
+
+def run_toy(script, more=""):
+    return script.main(f"{FLAGS} --num-intervals 4 {more}".split())
+
+
+def numbers_in(text):
+    """All numbers of a text, without their commas."""
+    found = re.findall(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?", text)
+    return [float(number.replace(",", "")) for number in found]
+
+
+def assert_shows(text, value):
+    """A number is in a text, to three digits."""
+    assert np.min(np.abs(np.subtract(numbers_in(text), value))) <= 6e-3 + 1e-3 * abs(value), text
+
+
+def test_all_combinations_of_swept_values_run_with_all_seeds(script):
+    results = run_toy(script)
+    np.testing.assert_array_equal(results["learning_rate"], rate)
+    np.testing.assert_array_equal(results["gamma"], gamma)
+    np.testing.assert_array_equal(results["seed"], seed)
+
+
+def test_each_run_learns_with_its_own_flags(script):
+    results = run_toy(script)
+    assert results["returns"].shape == (4, 45)
+    for line in range(4):
+        np.testing.assert_array_equal(results["returns"][line], returns_in(line + 1))
+    np.testing.assert_array_equal(results["layer.kernel"], state_after(4))
+
+
+def test_steps_are_counted_beyond_32_bits(script):
+    results = run_toy(script)
+    expected = [[STEPS * line] * 45 for line in (1, 2, 3, 4)]
+    np.testing.assert_array_equal(results["timesteps"], expected)
+
+
+def test_the_file_holds_what_main_returns(script, tmp_path):
+    results = run_toy(script, f"--save {tmp_path / 'x.npz'}")
+    file = np.load(tmp_path / "x.npz", allow_pickle=False)
+    np.testing.assert_equal({name: file[name] for name in file}, results)
+    flags = json.loads(str(file["args"]))
+    assert flags["gamma"] == GAMMAS and flags["num_seeds"] == 3
+    assert 0 < file["train_seconds"] < file["compile_seconds"] < 60
+
+
+def test_a_line_shows_means_over_the_runs_in_which_a_number_is_known(script, capsys):
+    results = run_toy(script)
+    _, compiled, *lines = capsys.readouterr().out.splitlines()
+    assert abs(numbers_in(compiled)[0] - results["compile_seconds"]) <= 0.06
+    for i, text in enumerate(lines[:4]):
+        assert_shows(text, STEPS * (i + 1))
+        assert_shows(text, np.nanmean(returns_in(i + 1)))
+        assert "nan" in text  # the metric that no run knows
+    total = 45 * 4 * STEPS
+    assert_shows(lines[3], total / results["train_seconds"])  # steps/s over all runs
+
+
+def test_each_setting_is_reported_with_its_values(script, capsys):
+    run_toy(script)
+    parts = re.split("learning.rate", capsys.readouterr().out)[-15:]
+    settings = [(rate, gamma) for rate in RATES for gamma in GAMMAS]
+    for text, (own_rate, own_gamma) in zip(parts, settings, strict=True):
+        assert_shows(text, own_rate)
+        assert_shows(text, own_gamma)
+        assert_shows(text, 5 + 4 * own_rate)  # the mean over seeds 4 to 6
+        if not script.__name__.startswith("gridworld"):
+            assert_shows(text, 4 + 4 * own_rate)  # the worst run
+
+
+class OutputThatInterrupts(io.StringIO):
+    """Standard output. Ctrl-C follows a number of lines."""
+
+    def __init__(self, lines):
+        super().__init__()
+        self.lines = lines
+
+    def write(self, text):
+        super().write(text)
+        if text.endswith("\n") and self.getvalue().count("\n") == self.lines:
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_keeps_what_the_lines_so_far_show(script, monkeypatch, tmp_path):
+    output = OutputThatInterrupts(lines=5)  # devices, compiling, three lines of four
+    monkeypatch.setattr("sys.stdout", output)
+    results = run_toy(script, f"--save {tmp_path / 'x.npz'}")
+    assert len(results["timesteps"]) == 3
+    assert results["interrupted"] and np.load(tmp_path / "x.npz")["interrupted"]
+    np.testing.assert_array_equal(results["layer.kernel"], state_after(3))
+    assert "line 3" in output.getvalue()
+
+
+def test_a_whole_run_is_not_interrupted(script):
+    assert not run_toy(script)["interrupted"]
+
+
+def test_ctrl_c_before_the_first_line_ends_the_run(script, monkeypatch):
+    monkeypatch.setattr("sys.stdout", OutputThatInterrupts(lines=2))
+    with pytest.raises(KeyboardInterrupt):
+        run_toy(script)
+
+
+def test_one_run_takes_one_device(script, capsys):
+    script.main([])
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert numbers_in(first_line) == [1, 1]  # run, device
+
+
+def test_copies_of_runs_that_fill_up_devices_are_in_no_result(script, capsys):
+    results = script.main("--num-seeds 3".split())  # on two devices: four rows
+    assert numbers_in(capsys.readouterr().out.splitlines()[0]) == [3, 2]
+    assert {array.shape[0] for array in (results["seed"], results["layer.kernel"])} == {3}
+
+
+def test_runs_are_divided_into_equal_batches(script, monkeypatch):
+    """Two devices. A remainder would be compiled apart, so batches are equal."""
+    monkeypatch.setattr(script, "RUNS_AT_ONCE", 4)
+    args = SimpleNamespace(distributed=False)
+    devices, batch_size, num_rows = script.divide(args, 11)
+    assert (len(devices), batch_size, num_rows) == (2, 3, 12)  # six on each: two batches of three
+    devices, batch_size, num_rows = script.divide(args, 17)
+    assert (len(devices), batch_size, num_rows) == (2, 3, 18)  # nine on each: three of three
+    devices, batch_size, num_rows = script.divide(args, 1)
+    assert (len(devices), batch_size, num_rows) == (1, 1, 1)
+
+
+def test_a_job_uses_all_devices_even_for_one_run(script):
+    devices, *_ = script.divide(SimpleNamespace(distributed=True), 1)
+    assert devices == jax.devices()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_the_size_of_a_batch_changes_no_result(script, at_once, monkeypatch):
+    monkeypatch.setattr(script, "RUNS_AT_ONCE", at_once)
+    results = run_toy(script)
+    np.testing.assert_array_equal(results["returns"][3], returns_in(4))
+    np.testing.assert_array_equal(results["layer.kernel"], state_after(4))
+
+
+@pytest.fixture
+def figure(script, monkeypatch, tmp_path):
+    """The figure that --plot draws of the toy."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    run_toy(script, f"--plot {tmp_path / 'x.png'}")
+    (figure,) = figures
+    return figure
+
+
+def test_a_figure_of_some_settings_says_so(figure):
+    texts = [text.get_text() for text in figure.findobj(Text)]
+    assert any("of 15 settings" in text for text in texts)
+
+
+def test_a_figure_shows_all_curves_and_the_median_of_each_setting(script, figure):
+    if script.__name__.startswith("gridworld"):
+        images = [axes.images[0].get_array() for axes in figure.axes if axes.images]
+        means = state_after(4).reshape(15, 3).mean(axis=1)  # of the agents' tables
+        assert [image[0, 0] for image in images] == means[: len(images)].tolist()
+        return
+    drawn = [line.get_xydata() for axes in figure.axes for line in axes.get_lines()]
+    steps = STEPS * np.arange(1, 5)
+    returns = np.stack([returns_in(line) for line in (1, 2, 3, 4)])  # (4, 45)
+    medians = np.nanmedian(returns.reshape(4, 15, 3), axis=2)  # (4, 15)
+    for y in [*returns.T[:30], *medians.T[:10]]:  # of ten settings
+        curve = np.stack([steps, y], axis=1)
+        assert any(np.allclose(curve, other, equal_nan=True) for other in drawn)
+
+
+def test_the_file_is_written_before_anything_that_may_fail(script, monkeypatch, tmp_path):
+    def fail(*_):
+        raise RuntimeError("a mistake in a report of one's own")
+
+    monkeypatch.setattr(script, "report", fail)
+    with pytest.raises(RuntimeError):
+        run_toy(script, f"--save {tmp_path / 'x.npz'}")
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npz")["layer.kernel"], state_after(4))
+
+
+def returning(script, **more):
+    """The toy's evaluate, which returns more."""
+    evaluate = script.evaluate
+    return lambda run, state: {**evaluate(run, state), **more}
+
+
+@pytest.mark.parametrize("name", ["gamma", "seed", "returns", "timesteps", "args", "file"])
+def test_a_result_whose_name_is_taken_is_refused_before_training(script, name, monkeypatch, capsys):
+    monkeypatch.setattr(script, "evaluate", returning(script, **{name: jnp.array(1.0)}))
+    with pytest.raises(ValueError, match=f"'{name}' is taken"):
+        run_toy(script)
+    assert "step" not in capsys.readouterr().out
+
+
+def test_a_result_that_numpy_cannot_save_is_refused_before_training(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "evaluate", returning(script, key=jax.random.key(0)))
+    with pytest.raises(TypeError, match="'key'"):
+        run_toy(script)
+    assert "step" not in capsys.readouterr().out
+
+
+def test_nothing_is_remembered_between_two_calls(script, monkeypatch):
+    before = run_toy(script)["layer.kernel"]
+    monkeypatch.setattr(script, "init_state", lambda run: run.seed + 100.0)
+    np.testing.assert_array_equal(run_toy(script)["layer.kernel"], before + 100)

@@ -1,0 +1,199 @@
+"""Probe environments: a few lines each, with values known by hand, learned in a second.
+
+They are the first thing to try on a changed learner (Jones, "Debugging RL, without the agonizing
+pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
+look: at the loss, the features, the discount, the actions, the time limit, or the end of episodes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TRIO, load, one_run
+from flax import struct
+from gymnax.environments import environment, spaces
+
+import gridworld_qlearning as grid
+import reinforce_parallel as reinforce
+
+GAMMA = 0.5
+FLAGS = "--num-intervals 1 --gamma 0.5 --num-envs 8"
+TD_FLAGS = f"{FLAGS} --total-timesteps 8000 --num-centers 30 --learning-rate 0.1"
+
+
+@struct.dataclass
+class State(environment.EnvState):
+    """The base class adds `time`, the steps so far."""
+
+    light: jax.Array  # -1 or 1 at random from the start on
+    choice: jax.Array  # the first action: 0 before it, then -1 or 1
+
+
+class Constant(environment.Environment):
+    """One step, one observation, a reward of 1. Does the learner find the mean of its targets?"""
+
+    num_actions = 2
+    num_steps = 1
+    default_params = environment.EnvParams(max_steps_in_episode=10)
+
+    def reset_env(self, key, params):
+        light = jnp.where(jax.random.bernoulli(key), 1.0, -1.0)
+        state = State(time=jnp.array(0), light=light, choice=jnp.array(0.0))
+        return self.see(state), state
+
+    def step_env(self, key, state, action, params):
+        push = jnp.where(action == 1, 1.0, -1.0)
+        reward = self.reward(state, push)
+        choice = jnp.where(state.time == 0, push, state.choice)
+        state = State(time=state.time + 1, light=state.light, choice=choice)
+        terminated = state.time >= self.num_steps
+        return self.see(state), state, reward, terminated, {}
+
+    def see(self, state):
+        return jnp.zeros(1)
+
+    def reward(self, state, push):
+        return jnp.array(1.0)
+
+    def action_space(self, params):
+        return spaces.Discrete(2)
+
+    def observation_space(self, params):
+        return spaces.Box(-1.0, 1.0, (1,))
+
+
+class Light(Constant):
+    """The reward is what is seen, 1 or -1. Do values depend on the observation?"""
+
+    def see(self, state):
+        return state.light[None]
+
+    def reward(self, state, push):
+        return state.light
+
+
+class Later(Constant):
+    """The reward comes in the second step. Is it discounted, once?"""
+
+    num_steps = 2
+
+    def see(self, state):
+        return jnp.array([state.time], float)
+
+    def reward(self, state, push):
+        return jnp.where(state.time == 1, 1.0, 0.0)
+
+
+class Choice(Constant):
+    """The reward is 1 for action 1 and -1 for action 0. Do values depend on the action?"""
+
+    def reward(self, state, push):
+        return push
+
+
+class Match(Light):
+    """The reward is 1 if the action fits what is seen, else -1. Does the policy depend on it?"""
+
+    def reward(self, state, push):
+        return push * state.light
+
+
+class Memory(Later):
+    """The second step pays for the first action. Is a reward credited to the action before?"""
+
+    def see(self, state):
+        return state.choice[None]
+
+    def reward(self, state, push):
+        return state.choice
+
+
+class Endless(Constant):
+    """Rewards of 1 without an end, cut off by a time limit. Does the value count what follows?"""
+
+    num_steps = 1000
+    default_params = environment.EnvParams(max_steps_in_episode=3)
+
+
+class NanAtTheEnd(Constant):
+    """What is observed after the last step is nan. Is it kept out of the target?"""
+
+    def see(self, state):
+        return jnp.where(state.time == 1, jnp.nan, jnp.zeros(1))
+
+
+# The values of actions 0 and 1 in some observations.
+VALUES = {
+    Constant: {0: (1, 1)},
+    Light: {-1: (-1, -1), 1: (1, 1)},
+    Later: {0: (GAMMA, GAMMA), 1: (1, 1)},
+    Choice: {0: (-1, 1)},
+    Match: {-1: (1, -1), 1: (-1, 1)},
+    Memory: {0: (-GAMMA, GAMMA), -1: (-1, -1), 1: (1, 1)},
+    Endless: {0: (1 / (1 - GAMMA), 1 / (1 - GAMMA))},
+    NanAtTheEnd: {0: (1, 1)},
+}
+
+
+@pytest.mark.parametrize("probe", VALUES)
+@pytest.mark.parametrize("name", TRIO)
+def test_a_linear_learner_finds_the_values_of(probe, name, monkeypatch):
+    script, env = load(name), probe()
+    monkeypatch.setitem(script.OBS_SCALE, "CartPole-v1", [1.0])  # the probe takes its place
+    run = one_run(script, TD_FLAGS, env=env, env_params=env.default_params)
+
+    @jax.jit
+    def learn():
+        state, _ = script.train_interval(run, script.init_state(run))
+        return [script.q_values(run, state.params, jnp.array([x], float)) for x in VALUES[probe]]
+
+    np.testing.assert_allclose(learn(), [*VALUES[probe].values()], atol=0.05)
+
+
+@pytest.mark.parametrize("probe", [Choice, Match, Memory])
+def test_reinforce_finds_the_best_actions_of(probe):
+    env = probe()
+    flags = f"{FLAGS} --num-iterations 60 --learning-rate 0.1 --hidden-size 8 --eval-episodes 20"
+    run = one_run(reinforce, flags, env=env, env_params=env.default_params)
+
+    @jax.jit
+    def learn():
+        state, _ = reinforce.train_interval(run, reinforce.init_state(run))
+        return reinforce.evaluate(run, state)["greedy_return"]
+
+    assert learn().tolist() == [1.0] * 20
+
+
+def test_reinforce_keeps_nan_after_the_end_out_of_its_parameters():
+    env = NanAtTheEnd()
+    run = one_run(reinforce, f"{FLAGS} --num-iterations 5", env=env, env_params=env.default_params)
+    state, _ = jax.jit(lambda: reinforce.train_interval(run, reinforce.init_state(run)))()
+    assert all(np.all(np.isfinite(array)) for array in jax.tree.leaves(state.params))
+
+
+def constant(run, cell, action):
+    """Each step ends an episode with a reward of 1."""
+    return cell, jnp.array(1.0), jnp.array(True)
+
+
+def choice(run, cell, action):
+    """Each step ends an episode; the reward is the number of the action."""
+    return cell, action.astype(float), jnp.array(True)
+
+
+def later(run, cell, action):
+    """The agent walks from the last row to the first one, where an episode ends with a reward."""
+    arrives = cell[0] == 1
+    return cell - jnp.array([1, 0]), jnp.where(arrives, 1.0, 0.0), arrives
+
+
+@pytest.mark.parametrize(
+    ("probe", "start_values"),
+    [(constant, [1, 1, 1, 1]), (choice, [0, 1, 2, 3]), (later, [GAMMA] * 4)],
+)
+def test_the_grid_world_finds_the_values_of(probe, start_values, monkeypatch):
+    monkeypatch.setattr(grid, "env_step", probe)
+    flags = "--grid-size 3 2 --total-timesteps 5000 --num-intervals 1 --gamma 0.5 --epsilon 0.5"
+    run = one_run(grid, flags)
+    state, _ = jax.jit(lambda: grid.train_interval(run, grid.init_state(run)))()
+    np.testing.assert_allclose(state.q_table[2, 1], start_values, atol=0.01)
