@@ -357,9 +357,10 @@ def main(argv=None):
 
     began = time.perf_counter()
     state = over_runs(init_state)(rows)
-    train = over_runs(train_interval).lower(rows, state).compile()
-    finish = over_runs(evaluate).lower(rows, state).compile()
+    train = over_runs(train_interval).lower(rows, state)
+    finish = over_runs(evaluate).lower(rows, state)
     check_results(columns, train.out_info[1], finish.out_info)
+    train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
 
@@ -401,7 +402,7 @@ def main(argv=None):
     return results
 
 
-RUNS_AT_ONCE = 8  # vmapped on a core of a CPU; the data of more would not fit into its cache
+RUNS_AT_ONCE = 5  # vmapped on a core of a CPU; the data of more would not fit into its cache
 COMPILER_OPTIONS = {  # on a CPU
     "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
     "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.1 to 1.3 times as fast
@@ -539,7 +540,7 @@ def flat(tree):
 
 
 def check_results(columns, metrics, learned):
-    """Refuse, before training, what --save could not write: a name twice, or no numbers."""
+    """Refuse, before compiling, what --save could not write: a name twice, or no numbers."""
     arrays = [*flat(metrics).items(), *flat(learned).items()]
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
     names += [*columns, *(name for name, _ in arrays)]

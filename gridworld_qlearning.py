@@ -247,9 +247,10 @@ def main(argv=None):
 
     began = time.perf_counter()
     state = over_runs(init_state)(rows)
-    train = over_runs(train_interval).lower(rows, state).compile()
-    finish = over_runs(evaluate).lower(rows, state).compile()
+    train = over_runs(train_interval).lower(rows, state)
+    finish = over_runs(evaluate).lower(rows, state)
     check_results(columns, train.out_info[1], finish.out_info)
+    train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
 
@@ -424,7 +425,7 @@ def flat(tree):
 
 
 def check_results(columns, metrics, learned):
-    """Refuse, before training, what --save could not write: a name twice, or no numbers."""
+    """Refuse, before compiling, what --save could not write: a name twice, or no numbers."""
     arrays = [*flat(metrics).items(), *flat(learned).items()]
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
     names += [*columns, *(name for name, _ in arrays)]

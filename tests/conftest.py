@@ -11,7 +11,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
@@ -28,6 +28,31 @@ import jax
 def load(script):
     """Import a script by the name of its file."""
     return importlib.import_module(script.removesuffix(".py"))
+
+
+def changed_text(script, *diffs):
+    """The text of a script after diffs, whose hunks are separated by blank lines.
+
+    In a hunk, lines that begin with a blank or "-" are found in the script, all together and once.
+    Those that begin with a blank or "+" take their place.
+    """
+    text = (ROOT / script).read_text()
+    for hunk in "\n\n".join(diff.strip("\n") for diff in diffs if diff).split("\n\n"):
+        old = "".join(line[1:] + "\n" for line in hunk.splitlines() if line[0] in " -")
+        new = "".join(line[1:] + "\n" for line in hunk.splitlines() if line[0] in " +")
+        if hunk:
+            assert text.count(old) == 1, f"{script} has {text.count(old)} times:\n{old}"
+            text = text.replace(old, new)
+    return text
+
+
+def changed(script, *diffs, **names):
+    """Import a changed copy of a script, which also knows the names given, as a class of yours."""
+    module = ModuleType("changed")
+    vars(module).update(names)
+    exec(compile(changed_text(script, *diffs), f"changed {script}", "exec"), vars(module))
+    module.COMPILER_OPTIONS = None  # compiles faster
+    return module
 
 
 def one_run(script, flags="", **own):

@@ -8,10 +8,12 @@ three learning rates, five discount factors, seeds 4 to 6.
 import io
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import pytest
 from conftest import LEARNERS, load
@@ -268,3 +270,19 @@ def test_nothing_is_remembered_between_two_calls(script, monkeypatch):
     before = run_toy(script)["layer.kernel"]
     monkeypatch.setattr(script, "init_state", lambda run: run.seed + 100.0)
     np.testing.assert_array_equal(run_toy(script)["layer.kernel"], before + 100)
+
+
+def test_a_figure_does_not_depend_on_a_matplotlibrc(script, tmp_path):
+    pictures = []
+    for settings in {}, {"text.usetex": True, "axes.prop_cycle": matplotlib.cycler(color="rgb")}:
+        path = tmp_path / "x.png"
+        with matplotlib.rc_context(settings):
+            run_toy(script, f"--plot {path}")
+        pictures.append(path.read_bytes())
+    assert pictures[0] == pictures[1]
+
+
+def test_flags_that_main_is_given_take_the_place_of_the_command_line(script, monkeypatch):
+    """In a notebook, the command line is that of its kernel."""
+    monkeypatch.setattr(sys, "argv", ["kernel", "-f", "kernel.json"])
+    assert not script.main([])["interrupted"]

@@ -1,0 +1,413 @@
+"""What users change works, or is refused before training.
+
+Each test changes a copy of a script as a user would, by a diff, runs it for a few steps, and says
+what must come out.
+"""
+
+import json
+import os
+import sys
+from functools import cache, partial
+from types import SimpleNamespace
+
+import gymnax
+import jax
+import numpy as np
+import pytest
+from conftest import LEARNERS, SCRIPTS, TRIO, changed, one_run
+from gymnax.environments import spaces
+from gymnax.wrappers.purerl import FlattenObservationWrapper, StickyActionWrapper
+
+PARALLEL, REPLAY, GRID, REINFORCE = "parallel_td.py", "replay_td.py", *LEARNERS[3:]
+TD_FLAGS = "--num-intervals 2 --eval-episodes 2 --total-timesteps 640 --num-centers 7"
+FLAGS = {
+    "parallel_td.py": TD_FLAGS,
+    "replay_td.py": f"{TD_FLAGS} --buffer-size 1000",
+    "epsilon_decay_td.py": f"{TD_FLAGS} --buffer-size 1000",
+    "gridworld_qlearning.py": "--num-intervals 2 --total-timesteps 4000",
+    "reinforce_parallel.py": "--num-intervals 2 --eval-episodes 2 --num-iterations 4 --num-envs 4",
+}
+NEVER_TRAINED = "steps/s"  # what every progress line ends with
+
+
+def run(script, diff="", more="", **names):
+    """Run a changed copy for a few steps. Return what main returns."""
+    return changed(script, diff, **names).main(f"{FLAGS[script]} {more}".split())
+
+
+@cache
+def unchanged(script):
+    return run(script)
+
+
+# Networks and optimizers
+
+FLAX = """
+ import gymnax
++import flax.linen as nn
+
++class Network(nn.Module):
++    num_actions: int
++
++    @nn.compact
++    def __call__(self, x):
++        x = nn.relu(nn.Dense(16)(x))
++        return nn.Dense(self.num_actions)(x)
++
++
+ def init_state(run):
+
+-    params = {
+-        "centers": jax.random.uniform(key_centers, (obs[0].size, run.num_centers), minval=-1.0),
+-        "weights": jnp.zeros((num_actions, run.num_centers)),
+-    }
++    params = Network(num_actions).init(key_centers, obs[0])
+
+-    squared_distance = jnp.sum((scaled[:, None] - params["centers"]) ** 2, axis=0)  # (F,)
+-    phi = jnp.exp(-squared_distance / (2 * run.sigma**2))  # (F,)
+-    # One product for each action: 1.7 times as fast as weights @ phi.
+-    return jnp.stack([w_a @ phi for w_a in params["weights"]])
++    num_actions = run.env.action_space(run.env_params).n
++    return Network(num_actions).apply(params, scaled)
+
+-    adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
+-    return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
++    adamw = optax.adamw(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
++    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+"""
+
+
+@pytest.mark.parametrize("script", TRIO)
+def test_nested_parameters_are_learned_and_saved_under_joined_names(script, tmp_path):
+    run(script, FLAX, f"--num-seeds 3 --save {tmp_path / 'x.npz'} --plot {tmp_path / 'x.png'}")
+    saved = np.load(tmp_path / "x.npz", allow_pickle=False)  # so no array is pickled
+    assert saved["params.Dense_0.kernel"].shape == (3, 4, 16)
+    assert saved["params.Dense_1.bias"].shape == (3, 2)
+    assert np.all(saved["params.Dense_1.bias"] != 0)  # it was 0 before training
+    assert not any("centers" in name for name in saved)
+
+
+OPTIMIZERS = {
+    "adamw": "optax.adamw(run.learning_rate, weight_decay=0.1)",
+    "lion": "optax.lion(run.learning_rate)",
+    "noise": "optax.chain(optax.adam(run.learning_rate), optax.add_noise(1.0, 0.5, 0))",
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_optimizer_moves_the_centers(optimizer):
+    diff = f"""
+-    adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
++    adam = {OPTIMIZERS[optimizer]}
+"""
+    module = changed(PARALLEL, diff)
+    results = module.main(TD_FLAGS.split())
+    before = module.init_state(one_run(module, TD_FLAGS)).params
+    np.testing.assert_array_equal(results["centers"][0], before["centers"])
+    assert np.any(results["weights"][0] != before["weights"])
+
+
+# Losses of REINFORCE
+
+BASELINE = """
+     if not run.discrete:
+         params["log_std"] = jnp.zeros(outputs)
++    params["v"] = jnp.ones(inputs)
+
+-def advantages(run, episodes):
++def advantages(run, params, episodes):
+
+     returns = jax.vmap(partial(returns_to_go, run))(episodes.reward)
++    returns = returns - episodes.obs @ params["v"]
+
+-    advantage = advantages(run, episodes)  # (N, T)
++    advantage = advantages(run, state.params, episodes)  # (N, T)
+"""
+
+
+def test_the_loss_of_the_policy_has_no_gradient_by_a_learned_baseline():
+    """Advantages are computed outside of the loss. So without a loss of its own, v stays."""
+    results = run(REINFORCE, BASELINE)
+    assert np.all(results["v"] == 1)
+    assert np.any(results["b1"] != 0)  # the policy has learned
+
+
+ENTROPY = """
+-    return jnp.where(step.mask, -advantage * log_prob(run, params, obs, action), 0.0)
++    log_pi = jax.nn.log_softmax(network(params, obs))
++    entropy = -jnp.sum(jnp.exp(log_pi) * log_pi)
++    loss = -advantage * log_prob(run, params, obs, action) - 0.1 * entropy
++    return jnp.where(step.mask, loss, 0.0)
+"""
+
+
+def test_an_entropy_bonus_does_not_count_the_padding():
+    module = changed(REINFORCE, ENTROPY)
+    params = {"w0": np.ones((1, 2)), "b0": np.zeros(2), "w1": np.eye(2), "b1": np.array([0.5, 0])}
+    padded = module.Step(  # one episode of two steps, and one step of padding
+        obs=np.array([[[0.3], [0.7], [np.nan]]]),
+        action=np.array([[0, 1, 0]]),
+        reward=np.array([[1.0, 1.0, 0.0]]),
+        mask=np.array([[True, True, False]]),
+    )
+    real = jax.tree.map(lambda array: array[:, :2], padded)
+    advantage = np.array([[1.0, -2.0, 5.0]])
+    slope = jax.grad(partial(module.policy_loss, SimpleNamespace(discrete=True)))
+    of_padded, of_real = slope(params, padded, advantage), slope(params, real, advantage[:, :2])
+    for name in params:
+        np.testing.assert_allclose(of_padded[name], of_real[name], rtol=1e-6)
+    assert np.all(of_real["b1"] != 0)
+
+
+NESTED = """
+-    return TrainState(key=key, params=params, opt_state=optimizer(run).init(params))
++    params = {"policy": params}
++    return TrainState(key=key, params=params, opt_state=optimizer(run).init(params))
+
+     \"\"\"Logits (A,) in an observation (D,), or means if actions are continuous.\"\"\"
++    params = params["policy"]
+
+-    return output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
++    std = jnp.exp(params["policy"]["log_std"])
++    return output + std * jax.random.normal(key, output.shape)
+
+-    return jnp.sum(jax.scipy.stats.norm.logpdf(action, output, jnp.exp(params["log_std"])))
++    std = jnp.exp(params["policy"]["log_std"])
++    return jnp.sum(jax.scipy.stats.norm.logpdf(action, output, std))
+"""
+
+
+def test_a_policy_is_continuous_because_of_its_environment_not_because_of_a_name():
+    pendulum = "--env-id Pendulum-v1"
+    nested, flat = run(REINFORCE, NESTED, pendulum), run(REINFORCE, "", pendulum)
+    np.testing.assert_allclose(nested["returns"], flat["returns"], rtol=1e-4)
+    np.testing.assert_allclose(nested["policy.log_std"], flat["log_std"], atol=1e-4)
+
+
+# Metrics
+
+
+def with_metric(script, name):
+    """A diff that adds a metric."""
+    if script == GRID:
+        return f"""
+-    metrics = {{"rewards": reward, "episodes": terminated}}
++    metrics = {{"{name}": td_error, "rewards": reward, "episodes": terminated}}
+"""
+    if script == REINFORCE:
+        return f"""
+     metrics = {{"returns": jnp.mean(returns), "timesteps": jnp.sum(episodes.mask)}}
++    metrics["{name}"] = jnp.max(returns)
+"""
+    return f"""
+     metrics = {{"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}}
++    metrics["{name}"] = jnp.max(values)
+"""
+
+
+@pytest.mark.parametrize("script", LEARNERS)
+def test_a_metric_is_printed_and_saved(script, capsys):
+    results = run(script, with_metric(script, "own"), "--num-seeds 2")
+    assert results["own"].shape == (2, 2)  # lines, runs
+    last_line = [text for text in capsys.readouterr().out.splitlines() if "steps/s" in text][-1]
+    assert f"own {results['own'][-1].mean():#.4g}" in last_line
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "seed", "file"])
+@pytest.mark.parametrize("script", LEARNERS)
+def test_a_metric_is_refused_if_its_name_is_that_of_a_flag_or_of_the_file(script, name, capsys):
+    with pytest.raises(ValueError, match=f"'{name}' is taken"):
+        run(script, with_metric(script, name))
+    assert NEVER_TRAINED not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["returns", "episodes", "timesteps", "greedy_return", "weights"])
+def test_a_metric_is_refused_if_its_name_is_that_of_another_result(name, capsys):
+    with pytest.raises((TypeError, ValueError), match=name):
+        run(PARALLEL, with_metric(PARALLEL, name))
+    assert NEVER_TRAINED not in capsys.readouterr().out
+
+
+def test_a_metric_of_many_numbers_is_saved_in_full_but_not_printed(capsys):
+    histogram = """
+     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
++    metrics["of_each"] = errors
+"""
+    assert run(REPLAY, histogram)["of_each"].shape == (2, 1, 32)  # lines, runs, batch
+    assert "of_each" not in capsys.readouterr().out
+
+
+def test_metrics_may_be_nested():
+    nested = """
+     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
++    metrics["q"] = {"max": jnp.max(values)}
+"""
+    assert run(PARALLEL, nested)["q.max"].shape == (2, 1)
+
+
+def test_greedy_returns_at_every_line_change_nothing_that_is_learned():
+    """Because `evaluate` draws from a key that training does not use."""
+    greedy = """
+     returns = means.pop("return_sum") / means.pop("episodes")  # nan if no episode ended
++    means["greedy"] = jnp.mean(evaluate(run, state)["greedy_return"])
+"""
+    results = run(PARALLEL, greedy)
+    assert results["greedy"].shape == (2, 1)
+    assert results["greedy"][-1, 0] == results["greedy_return"].mean()
+    np.testing.assert_allclose(results["returns"], unchanged(PARALLEL)["returns"])
+
+
+# Flags
+
+OWN_FLAGS = """
++from pathlib import Path
+ import argparse
+
+     args = parser.parse_args(argv)
++    args.bins = np.arange(3)
+
++    flag("--folder", type=Path, default=Path("a/b"), help="a folder")
++    flag("--sizes", type=int, nargs="+", default=[64, 32], help="of layers")
+     flag("--eval-episodes", type=count, default=100, help="greedy episodes after training")
+"""
+
+
+def test_flags_that_json_does_not_know_are_saved(tmp_path):
+    run(PARALLEL, OWN_FLAGS, f"--save {tmp_path / 'x.npz'}")
+    args = json.loads(str(np.load(tmp_path / "x.npz")["args"]))
+    assert args["folder"] == "a/b" and args["bins"] == [0, 1, 2] and args["sizes"] == [64, 32]
+
+
+def test_a_list_among_the_flags_is_not_swept():
+    module = changed(PARALLEL, OWN_FLAGS)
+    assert one_run(module).sizes == [64, 32]
+    columns, labels = module.settings_and_seeds(module.parse_args([]))
+    assert columns["seed"].tolist() == [0] and "sizes" not in columns and labels == [""]
+
+
+def test_pairs_of_values_may_be_swept_instead_of_all_combinations():
+    pairs = """
+-    product = itertools.product(*swept.values())
++    product = zip(*swept.values(), strict=True)
+"""
+    module = changed(PARALLEL, pairs)
+    flags = "--gamma 0.5 0.9 --epsilon 0.1 0.2 --learning-rate 0.1 0.2 --sigma 0.4 0.5"
+    columns, labels = module.settings_and_seeds(module.parse_args(flags.split()))
+    assert columns["gamma"].tolist() == [0.5, 0.9] and columns["sigma"].tolist() == [0.4, 0.5]
+    assert len(labels) == 2
+
+
+# Environments
+
+
+class Square(gymnax.environments.CartPole):
+    """CartPole-v1, observed as a square of numbers."""
+
+    def step_env(self, key, state, action, params):
+        obs, *rest = super().step_env(key, state, action, params)
+        return obs.reshape(2, 2), *rest
+
+    def reset_env(self, key, params):
+        obs, state = super().reset_env(key, params)
+        return obs.reshape(2, 2), state
+
+    def observation_space(self, params):
+        return spaces.Box(-1.0, 1.0, (2, 2))
+
+
+SQUARE = """
+     args.env, args.env_params = gymnax.make(args.env_id)  # to change either, change it here
++    args.env = Square()
+"""
+WRAPPED = """
+     args.env, args.env_params = gymnax.make(args.env_id)  # to change either, change it here
++    args.env = Wrapper(Square())
+"""
+
+
+@pytest.mark.parametrize("script", [*TRIO, REINFORCE])
+def test_observations_of_two_dimensions_are_learned_like_those_of_one(script):
+    square = run(script, SQUARE, Square=Square)
+    np.testing.assert_allclose(square["returns"], unchanged(script)["returns"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("script", [PARALLEL, REINFORCE])
+def test_an_environment_may_be_wrapped(script):
+    wrapped = run(script, WRAPPED, Square=Square, Wrapper=FlattenObservationWrapper)
+    np.testing.assert_allclose(wrapped["returns"], unchanged(script)["returns"], rtol=1e-4)
+
+
+def test_an_animation_of_a_wrapped_environment_is_refused(capsys):
+    """A wrapper may hide the state that gymnax draws."""
+    with pytest.raises(SystemExit):
+        run(REINFORCE, WRAPPED, "--gif x.gif", Square=Square, Wrapper=StickyActionWrapper)
+    assert "wrapper" in capsys.readouterr().err
+
+
+def test_an_edited_environment_is_used_by_the_next_call(monkeypatch):
+    module = changed(PARALLEL)
+    before = module.main(TD_FLAGS.split())["returns"]
+    step_env = gymnax.environments.CartPole.step_env
+
+    def paid_twice(self, key, state, action, params):
+        obs, state, reward, *rest = step_env(self, key, state, action, params)
+        return obs, state, 2 * reward, *rest
+
+    monkeypatch.setattr(gymnax.environments.CartPole, "step_env", paid_twice)
+    after = module.main(TD_FLAGS.split())["returns"]
+    assert after[0] > 1.5 * before[0]
+
+
+# The docstring of the grid world says what slippery ground takes: another draw, many episodes.
+SLIPPERY = """
+-def env_step(run, cell, action):
++def env_step(run, cell, action, slip):
+
++    action = jnp.where(slip < 0.2, (action + 1) % len(MOVES), action)
+     next_cell = jnp.clip(cell + jnp.array(MOVES)[action], 0, jnp.array(run.grid_size) - 1)
+
+-    explore, uniform = draws
++    explore, uniform, slip = draws
+
+-    next_cell, reward, terminated = env_step(run, state.cell, action)
++    next_cell, reward, terminated = env_step(run, state.cell, action, slip)
+
+-    key, key_explore, key_uniform = jax.random.split(state.key, 3)
++    key, key_explore, key_uniform, key_slip = jax.random.split(state.key, 4)
+
+-    draws = explore, jax.random.uniform(key_uniform, BLOCK)
++    uniform = jax.random.uniform(key_uniform, BLOCK)
++    draws = explore, uniform, jax.random.uniform(key_slip, BLOCK)
+
+-    def step(cell, _):
+-        next_cell, _, terminated = env_step(run, cell, greedy[*cell])
++    def step(cell, slip):
++        next_cell, _, terminated = env_step(run, cell, greedy[*cell], slip)
+
+-    _, (ends, arrives) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
++    slips = jax.random.uniform(state.key, 20 * greedy.size)
++    _, (ends, arrives) = jax.lax.scan(step, start(run), slips)
+"""
+
+
+def test_moves_of_the_grid_world_may_be_random():
+    results = run(GRID, SLIPPERY, "--total-timesteps 2e5 --num-seeds 3")
+    assert np.all(np.isfinite(results["greedy_steps"]))
+    assert results["greedy_steps"].mean() > 18  # the shortest path, without slipping
+
+
+# Importers
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_importer_may_have_a_flag_of_the_same_name(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program.py", "--distributed"])
+    assert callable(changed(script).main)  # it was imported anew, and joined no job
+
+
+@pytest.mark.parametrize("script", [GRID, "mountaincar_env.py"])
+def test_settings_of_the_compiler_join_those_of_the_user(script, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    changed(script)
+    assert "--xla_cpu_enable_fast_math=false" in os.environ["XLA_FLAGS"].split()
+    assert "small_while_loop" in os.environ["XLA_FLAGS"]
