@@ -5,6 +5,7 @@ so each test knows what must be printed, saved or drawn. The toy has 15 settings
 three learning rates, five discount factors, seeds 4 to 6.
 """
 
+import contextlib
 import io
 import json
 import re
@@ -40,10 +41,10 @@ def returns_in(line):
     return np.where((seed == 4) & (line == 1), np.nan, state_after(line) * gamma)
 
 
-@pytest.fixture(params=LEARNERS)
-def script(request, monkeypatch):
+@pytest.fixture(scope="module", params=LEARNERS)
+def script(request):
     """A learner with the toy in the place of its algorithm."""
-    script = load(request.param)
+    script, patch = load(request.param), pytest.MonkeyPatch()
 
     def init_state(run):
         return run.seed + 0.0
@@ -60,14 +61,26 @@ def script(request, monkeypatch):
             learned = {"q_table": state + jnp.zeros((*run.grid_size, 4)), "greedy_steps": state}
         return {**learned, "layer": {"kernel": state}}
 
-    monkeypatch.setattr(script, "init_state", init_state)
-    monkeypatch.setattr(script, "train_interval", train_interval)
-    monkeypatch.setattr(script, "evaluate", evaluate)
-    return script
+    patch.setattr(script, "init_state", init_state)
+    patch.setattr(script, "train_interval", train_interval)
+    patch.setattr(script, "evaluate", evaluate)
+    yield script
+    patch.undo()
 
 
 def run_toy(script, more=""):
     return script.main(f"{FLAGS} --num-intervals 4 {more}".split())
+
+
+@pytest.fixture(scope="module")
+def toy(script, tmp_path_factory):
+    """One command with the toy: what main returned, what it printed, what is in the file."""
+    path, output = tmp_path_factory.mktemp("toy") / "x.npz", io.StringIO()
+    with contextlib.redirect_stdout(output):
+        results = run_toy(script, f"--save {path}")
+    with np.load(path, allow_pickle=False) as file:
+        saved = dict(file)
+    return SimpleNamespace(results=results, lines=output.getvalue().splitlines(), file=saved)
 
 
 def numbers_in(text):
@@ -81,51 +94,56 @@ def assert_shows(text, value):
     assert np.min(np.abs(np.subtract(numbers_in(text), value))) <= 6e-3 + 1e-3 * abs(value), text
 
 
-def test_all_combinations_of_swept_values_run_with_all_seeds(script):
-    results = run_toy(script)
-    np.testing.assert_array_equal(results["learning_rate"], rate)
-    np.testing.assert_array_equal(results["gamma"], gamma)
-    np.testing.assert_array_equal(results["seed"], seed)
+def test_all_combinations_of_swept_values_run_with_all_seeds(toy):
+    np.testing.assert_array_equal(toy.results["learning_rate"], rate)
+    np.testing.assert_array_equal(toy.results["gamma"], gamma)
+    np.testing.assert_array_equal(toy.results["seed"], seed)
 
 
-def test_each_run_learns_with_its_own_flags(script):
-    results = run_toy(script)
-    assert results["returns"].shape == (4, 45)
+def test_each_run_learns_with_its_own_flags(toy):
+    assert toy.results["returns"].shape == (4, 45)
     for line in range(4):
-        np.testing.assert_array_equal(results["returns"][line], returns_in(line + 1))
-    np.testing.assert_array_equal(results["layer.kernel"], state_after(4))
+        np.testing.assert_array_equal(toy.results["returns"][line], returns_in(line + 1))
+    np.testing.assert_array_equal(toy.results["layer.kernel"], state_after(4))
 
 
-def test_steps_are_counted_beyond_32_bits(script):
-    results = run_toy(script)
+def test_steps_are_counted_beyond_32_bits(toy):
     expected = [[STEPS * line] * 45 for line in (1, 2, 3, 4)]
-    np.testing.assert_array_equal(results["timesteps"], expected)
+    np.testing.assert_array_equal(toy.results["timesteps"], expected)
 
 
-def test_the_file_holds_what_main_returns(script, tmp_path):
-    results = run_toy(script, f"--save {tmp_path / 'x.npz'}")
-    file = np.load(tmp_path / "x.npz", allow_pickle=False)
-    np.testing.assert_equal({name: file[name] for name in file}, results)
-    flags = json.loads(str(file["args"]))
+def test_the_file_holds_what_main_returns(toy):
+    np.testing.assert_equal(toy.file, toy.results)
+    flags = json.loads(str(toy.file["args"]))
     assert flags["gamma"] == GAMMAS and flags["num_seeds"] == 3
-    assert 0 < file["train_seconds"] < file["compile_seconds"] < 60
 
 
-def test_a_line_shows_means_over_the_runs_in_which_a_number_is_known(script, capsys):
-    results = run_toy(script)
-    _, compiled, *lines = capsys.readouterr().out.splitlines()
-    assert abs(numbers_in(compiled)[0] - results["compile_seconds"]) <= 0.06
-    for i, text in enumerate(lines[:4]):
+def test_seconds_are_those_of_compiling_and_of_training(toy):
+    assert 0 < toy.file["train_seconds"] < toy.file["compile_seconds"] < 60
+
+
+def test_a_whole_run_is_not_interrupted(toy):
+    assert not toy.results["interrupted"]
+
+
+def test_the_first_lines_tell_runs_devices_and_the_time_of_compiling(toy):
+    assert numbers_in(toy.lines[0]) == [45, 2]
+    assert abs(numbers_in(toy.lines[1])[0] - toy.results["compile_seconds"]) <= 0.06
+
+
+def test_a_line_shows_means_over_the_runs_in_which_a_number_is_known(toy):
+    for i, text in enumerate(toy.lines[2:6]):
         assert_shows(text, STEPS * (i + 1))
         assert_shows(text, np.nanmean(returns_in(i + 1)))
         assert "nan" in text  # the metric that no run knows
-    total = 45 * 4 * STEPS
-    assert_shows(lines[3], total / results["train_seconds"])  # steps/s over all runs
 
 
-def test_each_setting_is_reported_with_its_values(script, capsys):
-    run_toy(script)
-    parts = re.split("learning.rate", capsys.readouterr().out)[-15:]
+def test_a_line_shows_steps_per_second_over_all_runs(toy):
+    assert_shows(toy.lines[5], 45 * 4 * STEPS / toy.results["train_seconds"])
+
+
+def test_each_setting_is_reported_with_its_values(script, toy):
+    parts = re.split("learning.rate", "\n".join(toy.lines))[-15:]
     settings = [(rate, gamma) for rate in RATES for gamma in GAMMAS]
     for text, (own_rate, own_gamma) in zip(parts, settings, strict=True):
         assert_shows(text, own_rate)
@@ -158,10 +176,6 @@ def test_ctrl_c_keeps_what_the_lines_so_far_show(script, monkeypatch, tmp_path):
     assert "line 3" in output.getvalue()
 
 
-def test_a_whole_run_is_not_interrupted(script):
-    assert not run_toy(script)["interrupted"]
-
-
 def test_ctrl_c_before_the_first_line_ends_the_run(script, monkeypatch):
     monkeypatch.setattr("sys.stdout", OutputThatInterrupts(lines=2))
     with pytest.raises(KeyboardInterrupt):
@@ -170,8 +184,7 @@ def test_ctrl_c_before_the_first_line_ends_the_run(script, monkeypatch):
 
 def test_one_run_takes_one_device(script, capsys):
     script.main([])
-    first_line = capsys.readouterr().out.splitlines()[0]
-    assert numbers_in(first_line) == [1, 1]  # run, device
+    assert numbers_in(capsys.readouterr().out.splitlines()[0]) == [1, 1]  # run, device
 
 
 def test_copies_of_runs_that_fill_up_devices_are_in_no_result(script, capsys):

@@ -1,35 +1,99 @@
-"""README.md: its recipes and its Python lines work as they stand, or with shorter runs."""
+"""README.md: its commands are accepted, its recipes apply and run, its lines of Python work."""
 
 import re
-from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
-from benchmark import DOUBLE_Q, README, SARSA, changed
+import pytest
+from conftest import ROOT, SCRIPTS, changed, load
+from test_changes import FLAGS, GRID, PARALLEL, REINFORCE, REPLAY
 
-import parallel_td
-
-_, ACT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-def test_recipes_apply_and_double_q_learning_asks_one_for_the_action_the_other_for_its_value():
-    changed("gridworld_qlearning.py", SARSA)  # it applies; what it learns is in RESULTS.md
-    exec(changed("replay_td.py", DOUBLE_Q).read_text(), scope := {"__name__": "changed"})
-    scope["q_values"] = lambda run, values, obs: np.add(values, 0 * obs)
-    state = SimpleNamespace(params=[0, 3, 1], target_params=[8, 4, 6])
-    for ends, obs, target in (False, 7.0, 1 + 0.5 * 4), (True, np.nan, 1):
-        transition = SimpleNamespace(next_obs=obs, reward=1.0, terminated=ends)
-        assert scope["td_target"](SimpleNamespace(gamma=0.5), state, transition) == target
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^python (\w+\.py)(.*)$", README, re.MULTILINE)
 
 
-def test_what_a_run_learns_balances_gymnasiums_pole(tmp_path, monkeypatch):
+def block(title, language):
+    """The first block of code after a text of README.md."""
+    pattern = re.escape(title) + rf".*?```{language}\n(.*?)```"
+    return re.search(pattern, README, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize(("script", "flags"), COMMANDS)
+def test_commands_are_accepted(script, flags, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    flags = "--seed 100 --num-intervals 1 --save learned.npz"
-    assert parallel_td.main(flags.split())["greedy_return"].mean() >= 475
-    env, over, steps = gymnasium.make("CartPole-v1"), [False], 0
+    assert load(script).parse_args(flags.split())
+
+
+def test_every_script_is_in_the_table():
+    assert all(f"| `{script}` |" in README for script in SCRIPTS)
+
+
+RECIPES = [
+    ("**Double Q-learning**", REPLAY),
+    ("**Expected SARSA**", GRID),
+    ("**A neural network**", REPLAY),
+    ("**A metric**", PARALLEL),
+]
+
+
+@pytest.mark.parametrize(("title", "script"), RECIPES)
+def test_recipes_run_and_learn_something_finite(title, script):
+    results = changed(script, block(title, "diff")).main(FLAGS[script].split())
+    assert np.isfinite(results["returns"]).all()
+
+
+def test_the_recipe_of_double_q_takes_the_action_of_one_and_the_value_of_the_other():
+    module = changed(REPLAY, block("**Double Q-learning**", "diff"))
+    module.q_values = lambda run, values, obs: np.array(values) + 0 * obs
+    online, target = [0, 3, 1], [8, 4, 6]  # the first would take action 1, worth 4 by the other
+    run = type("Run", (), {"gamma": 0.5})
+    for terminated, obs, expected in (False, 7.0, 1 + 0.5 * 4), (True, np.nan, 1):
+        step = module.Transition(obs=7.0, action=0, reward=1.0, next_obs=obs, terminated=terminated)
+        assert module.td_target(run, target, online, step) == expected
+
+
+def test_the_recipe_for_a_logger_gives_it_every_line():
+    logged = []
+    logger = type("wandb", (), {"log": logged.append})
+    module = changed(REINFORCE, block("**TensorBoard", "diff"), wandb=logger)
+    results = module.main(FLAGS[REINFORCE].split())
+    assert [line["returns"] for line in logged] == results["returns"][:, 0].tolist()
+
+
+def test_training_starts_from_saved_weights(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    flags = FLAGS[PARALLEL].split()
+    before = load(PARALLEL).main([*flags, "--save", "learned.npz"])
+    module = changed(PARALLEL, block("**Start from saved weights**", "diff"))
+    after = module.main([*flags, "--learning-rate", "0"])
+    np.testing.assert_array_equal(after["weights"], before["weights"])
+    np.testing.assert_array_equal(after["centers"], before["centers"])
+
+
+def test_an_environment_of_ones_own_is_learned_by_name(capsys):
+    code = block("**An environment of your own**", "python")
+    shorter = code.replace("5e5", "640").replace("1000", "7 --eval-episodes 2")
+    assert shorter != code
+    exec(shorter, {})
+    assert float(capsys.readouterr().out.splitlines()[-1]) == -200  # not much learned in 640 steps
+
+
+def test_one_run_can_be_debugged_without_jit():
+    scope = {}
+    exec(block("**Debug.**", "python"), scope)
+    assert 0 < float(scope["metrics"]["td_error"]) < 2
+
+
+def test_what_a_run_learns_balances_the_pole_of_gymnasium(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = load(PARALLEL).main("--seed 100 --num-intervals 1 --save learned.npz".split())
+    assert results["greedy_return"].mean() >= 475
+    code = block("## Use what was learned", "python")
+    env, steps, over = gymnasium.make("CartPole-v1"), 0, False
     obs, _ = env.reset(seed=0)
-    while not any(over):
-        exec(ACT, scope := {"np": np, "obs": obs})
-        obs, _, *over, _ = env.step(scope["action"])
-        steps += 1
+    while not over:
+        scope = {"np": np, "obs": obs}
+        exec(code, scope)
+        obs, _, terminated, truncated, _ = env.step(scope["action"])
+        over, steps = terminated or truncated, steps + 1
     assert steps > 400
