@@ -4,7 +4,7 @@
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
 # ///
-"""REINFORCE on N episodes at a time, of different lengths, padded and masked.
+r"""REINFORCE on N episodes at a time, of different lengths, padded and masked.
 
 Each iteration plays N episodes with the current policy pi, then gives Adam the gradient estimate
 
@@ -20,7 +20,8 @@ rewards do not count. Where every step has the same reward, as in CartPole-v1, a
 equal, all advantages are 0, and nothing is learned.
 
     python reinforce_parallel.py --gif pole.gif    # CartPole-v1
-    python reinforce_parallel.py --env-id Acrobot-v1 --num-envs 256 --learning-rate 0.03
+    python reinforce_parallel.py --env-id Acrobot-v1 --num-envs 256 --num-iterations 50 \
+        --learning-rate 0.03
     python reinforce_parallel.py --env-id MountainCarContinuous-v0 --num-envs 64
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --num-iterations 500
 
