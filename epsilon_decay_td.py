@@ -40,6 +40,7 @@ Read down to the end of `main`: first come the flags, then the algorithm, writte
 """
 
 import argparse
+import copy
 import itertools
 import json
 import math
@@ -67,8 +68,8 @@ import optax
 from jax.experimental.multihost_utils import process_allgather
 
 # What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
-# For another environment, add its scale. With more dimensions, centers are farther away: raise
-# --sigma in proportion to the root of their number, or all features are close to 0.
+# For another environment, add its scale. With more dimensions, all centers are farther away: raise
+# --sigma with the square root of the number of dimensions, or all features are close to 0.
 OBS_SCALE = {
     "CartPole-v1": [2.4, 3.0, 0.2, 3.0],  # m, m/s, rad, rad/s: the limits, and usual speeds
     "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: about half the limits
@@ -83,7 +84,8 @@ def parse_args(argv=None):
     flag, swept = parser.add_argument, []
 
     def sweep(name, **more):
-        swept.append(flag(name, nargs="+", **more).dest)
+        action = flag(name, nargs="+", **more)
+        swept.append(action.dest)
 
     count, unit, width = number(int, 1, 1e6), number(float, 0, 1), number(float, 1e-3, 1e3)
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
@@ -117,7 +119,11 @@ def parse_args(argv=None):
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     args.swept = tuple(swept)
-    args.env, args.env_params = gymnax.make(args.env_id)  # to change either, change it here
+    # To change either, change it here. A copy, since gymnax compiles the steps of an object once.
+    args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
+    obs_shape = args.env.observation_space(args.env_params).shape
+    if len(OBS_SCALE[args.env_id]) != math.prod(obs_shape):
+        parser.error(f"--env-id: OBS_SCALE must hold a number for each entry of {obs_shape}")
     if args.buffer_size < args.num_envs:
         parser.error("--buffer-size must be at least --num-envs")
     num_updates = math.ceil(args.total_timesteps / args.num_envs)
@@ -129,10 +135,10 @@ def parse_args(argv=None):
 
 # The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
 # differ between runs, so they are traced: good for arithmetic, not for shapes, loops or `if`. All
-# other flags are Python values.
+# other flags are Python values. (In `args`, which `main` knows, a flag of `sweep` is a list.)
 #
-# A metric is a number in the dictionary that `td_loss` or `vector_step` returns. It is averaged up
-# to the next progress line, printed and saved by its name.
+# A metric is an entry of the dictionary that `td_loss`, `vector_step` or `train_step` returns. It
+# is averaged up to the next progress line, printed if it is one number, and saved by its name.
 
 
 class Transition(NamedTuple):
@@ -160,9 +166,10 @@ class TrainState(NamedTuple):
 
 
 def optimizer(run):
-    """Make Adam for the weights. Its learning rate falls linearly to 0.
+    """Make Adam for the weights. Its learning rate falls linearly to 0, over num_updates calls.
 
-    The centers are frozen: Adam does not see them. Chain what clips or decays with Adam, inside.
+    The centers are frozen: Adam does not see them. Whatever clips gradients or decays weights
+    belongs inside, too, chained with Adam.
     """
     adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
     return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
@@ -233,17 +240,17 @@ def vector_step(run, state, _):
         obs=state.obs,
         action=action,
         reward=reward,
-        # Where an episode ended, `obs` is of the next one. A wrapper must change both alike.
+        # Where an episode ended, `obs` is of the next one. A wrapper must change this one, too.
         next_obs=info["final_observation"],
         terminated=terminated,
     )
     done = terminated | truncated
     total = state.episode_return + reward
-    averaged = {"episodes": jnp.sum(done), "return_sum": jnp.sum(jnp.where(done, total, 0.0))}
-    averaged["epsilon"] = epsilon
+    to_average = {"episodes": jnp.sum(done), "return_sum": jnp.sum(jnp.where(done, total, 0.0))}
+    to_average["epsilon"] = epsilon
     episode_return = jnp.where(done, 0.0, total)
     state = state._replace(key=key, env_state=env_state, obs=obs, episode_return=episode_return)
-    return state, (transitions, averaged)
+    return state, (transitions, to_average)
 
 
 def td_target(run, params, transition):
@@ -268,7 +275,7 @@ def td_loss(run, params, batch, targets):
 
 def train_step(run, state, _):
     """Store the transitions of one vector step, then learn from a random batch of all stored."""
-    state, (transitions, averaged) = vector_step(run, state, None)
+    state, (transitions, to_average) = vector_step(run, state, None)
     # So the next transition of the same environment lies N slots further on. Methods that follow
     # an episode through the buffer must also store `truncated`.
     slots = (state.timesteps + jnp.arange(run.num_envs)) % run.buffer_size
@@ -282,20 +289,22 @@ def train_step(run, state, _):
     # The targets are computed outside of the loss, so no gradient flows through them.
     targets = jax.vmap(partial(td_target, run, state.target_params))(batch)  # (B,)
     loss = partial(td_loss, run)
+    # The gradient has an entry for the centers, too, which the optimizer leaves out.
     grad, metrics = jax.grad(loss, has_aux=True)(state.params, batch, targets)
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     target_params = optax.incremental_update(params, state.target_params, run.tau)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
-    return state, dict(**averaged, **metrics)  # unlike `|`, this refuses a name that both have
+    return state, dict(**to_average, **metrics)  # unlike `|`, this refuses a name that both have
 
 
 def train_interval(run, state):
     """Make U updates, up to the next progress line. Also return what the line shows."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
-    returns = means.pop("return_sum") / means.pop("episodes")  # nan if no episode ended
-    # Here, all runs take the same number of steps. In REINFORCE, they do not.
+    # A ratio of means is a ratio of sums. It is nan if no episode ended.
+    returns = means.pop("return_sum") / means.pop("episodes")
+    # Of this run. (Here they are the same for all runs; in reinforce_parallel.py, they differ.)
     timesteps = jnp.array(run.interval_updates * run.num_envs)
     return state, dict(timesteps=timesteps, returns=returns, **means)
 
@@ -321,7 +330,7 @@ def greedy_return(run, params, key):
 
 def evaluate(run, state):
     """What a run ends with: the returns (E,) of greedy episodes, and what was learned."""
-    # Training splits state.key, but never folds a number in, so this may be called at any time.
+    # A key that training does not use, so that you may also evaluate in the middle of it.
     key = jax.random.fold_in(state.key, 999)
     keys = jax.random.split(key, run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.params))(keys)
@@ -329,7 +338,7 @@ def evaluate(run, state):
     return dict(greedy_return=returns, obs_scale=scale, **flat(state.params))
 
 
-def report(args, learned):
+def report(learned):
     """Describe what the runs of a setting learned."""
     means = learned["greedy_return"].mean(axis=1)  # one for each run
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
@@ -347,10 +356,10 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, batch_size, num_rows = divide(args, num_runs)
+    devices, at_once, num_rows = divide(args, num_runs)
     # Copies of the first runs fill up the devices. `gather` cuts them off.
     rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
-    over_runs = partial(vectorize, args=args, devices=devices, batch_size=batch_size)
+    over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     first = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if first else lambda *_: None
     show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
@@ -359,7 +368,7 @@ def main(argv=None):
     state = over_runs(init_state)(rows)
     train = over_runs(train_interval).lower(rows, state)
     finish = over_runs(evaluate).lower(rows, state)
-    check_results(columns, train.out_info[1], finish.out_info)
+    check_results(columns, state, train.out_info, finish.out_info)  # shapes and types, not numbers
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
@@ -373,8 +382,7 @@ def main(argv=None):
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            # In one statement, so that Ctrl-C cannot come between them.
-            state, num_lines = next_state, num_lines + 1
+            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
             show(describe(lines[-1], train_seconds))
     except KeyboardInterrupt:
         if args.distributed or num_lines == 0:
@@ -382,6 +390,8 @@ def main(argv=None):
         show(f"interrupted: the results are those of line {num_lines}")
 
     learned = gather(finish(rows, state), num_runs)  # (R, ...) each
+    if any(np.isnan(array).any() for array in flat(learned).values()):
+        show("warning: what was learned contains nan")
     curves = {name: np.stack([line[name] for line in lines[:num_lines]]) for name in lines[0]}
     results = {
         "args": flags,
@@ -396,7 +406,7 @@ def main(argv=None):
         np.savez(args.save, **results)
     for i, label in enumerate(labels):
         of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
-        show(f"{label}  {report(args, take(learned, of_setting))}".strip())
+        show(f"{label}  {report(take(learned, of_setting))}".strip())
     if first:
         draw(args, labels, curves, learned)
     return results
@@ -476,6 +486,9 @@ def settings_and_seeds(args):
     Return what differs between runs, {flag: (R,)}, and a label for each setting.
     """
     swept = {name: getattr(args, name) for name in args.swept}
+    for name, values in swept.items():
+        if np.array(values).ndim != 1 or np.array(values).dtype.kind not in "biuf":
+            raise ValueError(f"--{name} is swept, so it takes numbers. Declare it by `flag`.")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -497,11 +510,11 @@ def divide(args, num_runs):
         devices = devices[: math.ceil(num_runs / per_device)]
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
-    batch_size = math.ceil(per_device / num_batches)
-    return devices, batch_size, len(devices) * num_batches * batch_size
+    at_once = math.ceil(per_device / num_batches)
+    return devices, at_once, len(devices) * num_batches * at_once
 
 
-def vectorize(function, args, devices, batch_size):
+def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
     It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
@@ -513,7 +526,7 @@ def vectorize(function, args, devices, batch_size):
         return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
 
     def one_device(*inputs):
-        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+        return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
     # Without check_vma, which rejects loops that start from constants.
@@ -536,19 +549,26 @@ def flat(tree):
     """Make {name: array} of any tree. Names of nested arrays are joined, as in layer.kernel."""
     leaves = jax.tree.leaves_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two arrays have the same name: {sorted(names)}")
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
 
 
-def check_results(columns, metrics, learned):
-    """Refuse, before compiling, what --save could not write: a name twice, or no numbers."""
+def check_results(columns, state, trained, learned):
+    """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
+    next_state, metrics = trained
+    before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in (state, next_state))
+    if before != after:
+        raise TypeError("train_interval must return a state of the same shapes and types")
     arrays = [*flat(metrics).items(), *flat(learned).items()]
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
     names += [*columns, *(name for name, _ in arrays)]
     for name, array in arrays:
         if names.count(name) > 1:
-            raise ValueError(f"the name {name!r} is taken: give this metric or result another one")
+            raise ValueError(f"{name!r} is taken, by a flag or a result: rename this metric")
         if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
             raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), learned))  # so a mistake shows now
 
 
 def describe(line, seconds):
@@ -558,6 +578,8 @@ def describe(line, seconds):
         if name != "timesteps" and array.ndim == 1:  # one number for each run
             known = array[~np.isnan(array)]
             words.append(f"{name} {known.mean() if len(known) else np.nan:#.4g}")
+            if 0 < len(known) < len(array):
+                words.append(f"({len(known)} of {len(array)} runs)")
     return "  ".join([*words, f"{line['timesteps'].sum() / seconds:,.0f} steps/s"])
 
 

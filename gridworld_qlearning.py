@@ -44,7 +44,7 @@ if __name__ == "__main__" and "IPython" not in sys.modules:
     os.environ["MPLBACKEND"] = "agg"  # draws into files; in a notebook, the user's backend stays
 # Compile loops over up to 500 kB of data into one function: 1.5 times as fast with one agent.
 LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=500000"
-os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # of two, the last counts
+os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # the user's own win
 import jax
 
 if __name__ == "__main__" and "--distributed" in sys.argv:
@@ -67,7 +67,8 @@ def parse_args(argv=None):
     flag, swept = parser.add_argument, []
 
     def sweep(name, **more):
-        swept.append(flag(name, nargs="+", **more).dest)
+        action = flag(name, nargs="+", **more)
+        swept.append(action.dest)
 
     count, unit, side = number(int, 1, 1e6), number(float, 0, 1), number(int, 2, 1e3)
     flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
@@ -98,10 +99,10 @@ def parse_args(argv=None):
 
 # The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
 # differ between runs, so they are traced: good for arithmetic, not for shapes, loops or `if`. All
-# other flags are Python values.
+# other flags are Python values. (In `args`, which `main` knows, a flag of `sweep` is a list.)
 #
-# A metric is a number in the dictionary that `train_step` returns. It is averaged up to the next
-# progress line, printed and saved by its name.
+# A metric is an entry of the dictionary that `train_step` returns. It is averaged up to the next
+# progress line, printed if it is one number, and saved by its name.
 
 
 class TrainState(NamedTuple):
@@ -173,13 +174,16 @@ def train_block(run, state, _):
 
 
 def train_interval(run, state):
-    """Train up to the next progress line. Also return what the line shows."""
+    """Train up to the next progress line. Also return what the line shows.
+
+    Steps and rewards are divided by the number of episodes that ended; nan if none did.
+    """
     state, metrics = jax.lax.scan(partial(train_block, run), state, length=run.interval_blocks)
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
     episodes = means.pop("episodes")  # ended per step
-    steps_per_episode = jnp.where(episodes > 0, 1 / episodes, jnp.nan)  # nan if none ended
+    steps_per_episode = jnp.where(episodes > 0, 1 / episodes, jnp.nan)
     returns = means.pop("rewards") * steps_per_episode
-    # Here, all runs take the same number of steps. In REINFORCE, they do not.
+    # Of this run. (Here they are the same for all runs; in reinforce_parallel.py, they differ.)
     timesteps = jnp.array(run.interval_blocks * BLOCK)
     return state, dict(
         timesteps=timesteps, returns=returns, steps_per_episode=steps_per_episode, **means
@@ -192,16 +196,20 @@ def evaluate(run, state):
     They are inf if it never arrives. The policy is deterministic: among equal values it takes the
     first. If it is not at the goal after S steps, it has visited a cell twice and never arrives.
     """
-    greedy = jnp.argmax(state.q_table, axis=2)  # (H, W)
+    greedy = jnp.argmax(state.q_table, axis=-1)  # (H, W)
 
     def step(cell, _):
         next_cell, _, terminated = env_step(run, cell, greedy[*cell])
         return next_cell, (terminated, jnp.all(next_cell == goal(run)))
 
-    _, (ends, arrives) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
-    first = jnp.argmax(ends)
-    steps = jnp.where(jnp.any(ends) & arrives[first], first + 1.0, jnp.inf)
-    return {"greedy_steps": steps, "q_table": state.q_table}
+    _, (ends, at_goal) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
+    last = jnp.argmax(ends)  # the first step that ends the episode; 0 if none does
+    arrives = ends[last] & at_goal[last]
+    return {
+        "greedy_steps": jnp.where(arrives, last + 1.0, jnp.inf),
+        "start_value": jnp.max(state.q_table[*start(run)]),
+        "q_table": state.q_table,
+    }
 
 
 def grid_text(table):
@@ -212,12 +220,12 @@ def grid_text(table):
     return "\n".join("  ".join(row) for row in cells)
 
 
-def report(args, learned):
+def report(learned):
     """Describe what the runs of a setting learned: the mean of their tables, and how they do."""
     table, greedy_steps = learned["q_table"].mean(axis=0), learned["greedy_steps"]
     arrived = greedy_steps[np.isfinite(greedy_steps)]
     longest = f", in at most {arrived.max():.0f} steps" if len(arrived) else ""
-    value = learned["q_table"][:, *start(args)].max(axis=-1).mean()
+    value = learned["start_value"].mean()
     reach = f"{len(arrived)} of {len(greedy_steps)} greedy agents reach the goal{longest}"
     text = f"value of the start {value:.5f}  {reach}"
     # A large table would fill pages. --plot draws it.
@@ -237,10 +245,10 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, batch_size, num_rows = divide(args, num_runs)
+    devices, at_once, num_rows = divide(args, num_runs)
     # Copies of the first runs fill up the devices. `gather` cuts them off.
     rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
-    over_runs = partial(vectorize, args=args, devices=devices, batch_size=batch_size)
+    over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     first = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if first else lambda *_: None
     show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
@@ -249,7 +257,7 @@ def main(argv=None):
     state = over_runs(init_state)(rows)
     train = over_runs(train_interval).lower(rows, state)
     finish = over_runs(evaluate).lower(rows, state)
-    check_results(columns, train.out_info[1], finish.out_info)
+    check_results(columns, state, train.out_info, finish.out_info)  # shapes and types, not numbers
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
@@ -263,8 +271,7 @@ def main(argv=None):
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            # In one statement, so that Ctrl-C cannot come between them.
-            state, num_lines = next_state, num_lines + 1
+            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
             show(describe(lines[-1], train_seconds))
     except KeyboardInterrupt:
         if args.distributed or num_lines == 0:
@@ -272,6 +279,8 @@ def main(argv=None):
         show(f"interrupted: the results are those of line {num_lines}")
 
     learned = gather(finish(rows, state), num_runs)  # (R, ...) each
+    if any(np.isnan(array).any() for array in flat(learned).values()):
+        show("warning: what was learned contains nan")
     curves = {name: np.stack([line[name] for line in lines[:num_lines]]) for name in lines[0]}
     results = {
         "args": flags,
@@ -286,7 +295,7 @@ def main(argv=None):
         np.savez(args.save, **results)
     for i, label in enumerate(labels):
         of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
-        show(f"{label}  {report(args, take(learned, of_setting))}".strip())
+        show(f"{label}  {report(take(learned, of_setting))}".strip())
     if first:
         draw(args, labels, curves, learned)
     return results
@@ -361,6 +370,9 @@ def settings_and_seeds(args):
     Return what differs between runs, {flag: (R,)}, and a label for each setting.
     """
     swept = {name: getattr(args, name) for name in args.swept}
+    for name, values in swept.items():
+        if np.array(values).ndim != 1 or np.array(values).dtype.kind not in "biuf":
+            raise ValueError(f"--{name} is swept, so it takes numbers. Declare it by `flag`.")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -382,11 +394,11 @@ def divide(args, num_runs):
         devices = devices[: math.ceil(num_runs / per_device)]
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
-    batch_size = math.ceil(per_device / num_batches)
-    return devices, batch_size, len(devices) * num_batches * batch_size
+    at_once = math.ceil(per_device / num_batches)
+    return devices, at_once, len(devices) * num_batches * at_once
 
 
-def vectorize(function, args, devices, batch_size):
+def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
     It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
@@ -398,7 +410,7 @@ def vectorize(function, args, devices, batch_size):
         return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
 
     def one_device(*inputs):
-        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+        return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
     # Without check_vma, which rejects loops that start from constants.
@@ -421,19 +433,26 @@ def flat(tree):
     """Make {name: array} of any tree. Names of nested arrays are joined, as in layer.kernel."""
     leaves = jax.tree.leaves_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two arrays have the same name: {sorted(names)}")
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
 
 
-def check_results(columns, metrics, learned):
-    """Refuse, before compiling, what --save could not write: a name twice, or no numbers."""
+def check_results(columns, state, trained, learned):
+    """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
+    next_state, metrics = trained
+    before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in (state, next_state))
+    if before != after:
+        raise TypeError("train_interval must return a state of the same shapes and types")
     arrays = [*flat(metrics).items(), *flat(learned).items()]
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
     names += [*columns, *(name for name, _ in arrays)]
     for name, array in arrays:
         if names.count(name) > 1:
-            raise ValueError(f"the name {name!r} is taken: give this metric or result another one")
+            raise ValueError(f"{name!r} is taken, by a flag or a result: rename this metric")
         if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
             raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), learned))  # so a mistake shows now
 
 
 def describe(line, seconds):
@@ -443,6 +462,8 @@ def describe(line, seconds):
         if name != "timesteps" and array.ndim == 1:  # one number for each run
             known = array[~np.isnan(array)]
             words.append(f"{name} {known.mean() if len(known) else np.nan:#.4g}")
+            if 0 < len(known) < len(array):
+                words.append(f"({len(known)} of {len(array)} runs)")
     return "  ".join([*words, f"{line['timesteps'].sum() / seconds:,.0f} steps/s"])
 
 

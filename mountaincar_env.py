@@ -40,7 +40,7 @@ if __name__ == "__main__" and "IPython" not in sys.modules:
     os.environ["MPLBACKEND"] = "agg"  # draws into files; in a notebook, the user's backend stays
 # Compile the loop over steps into one function: rocking is 1.3 times as fast.
 LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
-os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # of two, the last counts
+os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # the user's own win
 import jax
 
 if __name__ == "__main__" and "--distributed" in sys.argv:
@@ -88,10 +88,11 @@ class MountainCar(environment.Environment):
     """A gymnax environment.
 
     A class needs num_actions, default_params (without it, gymnax's time limit is 1 step), step_env,
-    reset_env and the two spaces; gymnax's own have name and is_terminated, too. A continuous action
+    reset_env and the two spaces; `name` and is_terminated are customary. A continuous action
     arrives with the shape of its space: Box(low, high, ()) gives a number, Box(low, high, (1,)) an
-    array. `play` below calls step_env. Learners call `step` of the base class: it applies the time
-    limit, so step_env must add 1 to `time`, and resets an episode that ended.
+    array. `play` below calls step_env up to max_steps_in_episode times. Learners call `step` of the
+    base class: it applies the time limit, so step_env must add 1 to `time`, and it resets an
+    episode that ended.
     """
 
     name = "MountainCar-v0"
@@ -114,7 +115,7 @@ class MountainCar(environment.Environment):
         """Start an episode: at rest in [-0.6, -0.4). Return observation and state."""
         position = jax.random.uniform(key, minval=-0.6, maxval=-0.4)
         state = EnvState(position=position, velocity=jnp.array(0.0), time=jnp.array(0))
-        return self.observe(key, state, None, params), state  # with noise, split key
+        return self.observe(key, state, None, params), state  # noise would need a key of its own
 
     def observe(self, key, state, action, params):
         """Return the observation (2,) of a state that `action` led to (None at the start)."""
@@ -195,13 +196,14 @@ def play(run, key):
         next_obs, env_state, reward, terminated, _ = ENV.step_env(key, env_state, action, PARAMS)
         real = {"timesteps": mask, "returns": jnp.where(mask, reward, 0.0)}
         totals = jax.tree.map(jnp.add, totals, real)
+        # Without --save, nothing is kept.
         kept = Step(obs, action, reward, next_obs, terminated, mask) if run.save else None
         return (next_obs, env_state, mask & jnp.logical_not(terminated), totals), kept
 
     key_reset, key_action, key_step = jax.random.split(key, 3)
     time_limit = PARAMS.max_steps_in_episode
     uniform = jax.random.uniform(key_action, time_limit)  # (T,) faster than one draw in each step
-    keys = jax.random.split(key_step, time_limit)  # not computed if the environment uses none
+    keys = jax.random.split(key_step, time_limit)  # XLA leaves them out if none is used
     obs, env_state = ENV.reset_env(key_reset, PARAMS)
     carry = obs, env_state, jnp.array(True), {"timesteps": 0, "returns": 0.0}
     (_, env_state, mask, totals), steps = jax.lax.scan(step, carry, (keys, uniform))
@@ -230,10 +232,10 @@ def main(argv=None):
     """Roll out and report. Return what --save writes; without --save, no steps. Ctrl-C ends it."""
     args = parse_args(argv)  # None: those of the command line; in a notebook, call main([])
     flags = json.dumps(vars(args), default=as_json)
-    devices, batch_size, num_rows = divide(args, args.num_envs)
+    devices, at_once, num_rows = divide(args, args.num_envs)
     # Copies of the first cars fill up the devices. `gather` cuts them off.
     rows = {"seed": np.resize(args.seed + np.arange(args.num_envs), num_rows)}
-    over_runs = partial(vectorize, args=args, devices=devices, batch_size=batch_size)
+    over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     first = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if first else lambda *_: None
     show(f"{args.num_envs:,} x {ENV.name} on {len(devices)} x {devices[0].device_kind}")
@@ -277,7 +279,7 @@ def main(argv=None):
     }
     if args.save:
         steps = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *steps)
-        results |= steps._asdict()  # (N, episodes, T, ...)
+        results = dict(**results, **flat(steps))  # (N, episodes, T, ...); refuses a name twice
     if first and args.save:
         np.savez(args.save, **results)
     return results
@@ -338,11 +340,11 @@ def divide(args, num_runs):
         devices = devices[: math.ceil(num_runs / per_device)]
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
-    batch_size = math.ceil(per_device / num_batches)
-    return devices, batch_size, len(devices) * num_batches * batch_size
+    at_once = math.ceil(per_device / num_batches)
+    return devices, at_once, len(devices) * num_batches * at_once
 
 
-def vectorize(function, args, devices, batch_size):
+def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
     It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
@@ -354,7 +356,7 @@ def vectorize(function, args, devices, batch_size):
         return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
 
     def one_device(*inputs):
-        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+        return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
     # Without check_vma, which rejects loops that start from constants.
@@ -371,6 +373,15 @@ def take(tree, rows):
 def gather(tree, length):
     """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
     return take(process_allgather(tree, tiled=True), slice(length))
+
+
+def flat(tree):
+    """Make {name: array} of any tree. Names of nested arrays are joined, as in layer.kernel."""
+    leaves = jax.tree.leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two arrays have the same name: {sorted(names)}")
+    return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ Read down to the end of `main`: first come the flags, then the algorithm, writte
 """
 
 import argparse
+import copy
 import itertools
 import json
 import math
@@ -58,7 +59,7 @@ import gymnax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gymnax.environments import environment, spaces
+from gymnax.environments import spaces
 from jax.experimental.multihost_utils import process_allgather
 
 # The environments that gymnax can draw, for --gif.
@@ -76,7 +77,8 @@ def parse_args(argv=None):
     flag, swept = parser.add_argument, []
 
     def sweep(name, **more):
-        swept.append(flag(name, nargs="+", **more).dest)
+        action = flag(name, nargs="+", **more)
+        swept.append(action.dest)
 
     count, unit = number(int, 1, 1e6), number(float, 0, 1)
     env_ids = gymnax.registered_envs
@@ -108,7 +110,8 @@ def parse_args(argv=None):
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("--env-id: MNISTBandit-bsuite would download its data")
     args.swept = tuple(swept)
-    args.env, args.env_params = gymnax.make(args.env_id)  # to change either, change it here
+    # To change either, change it here. A copy, since gymnax compiles the steps of an object once.
+    args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     space = args.env.action_space(args.env_params)
     args.discrete = isinstance(space, spaces.Discrete)
     bounded = isinstance(space, spaces.Box) and np.all(np.isfinite(space.high - space.low))
@@ -116,9 +119,9 @@ def parse_args(argv=None):
         parser.error(
             f"--env-id {args.env_id}: actions must be discrete, or in a box with finite bounds"
         )
-    can_draw = isinstance(args.env, environment.Environment) and args.env.name in WITH_PICTURES
-    if args.gif and not can_draw:
-        parser.error(f"--gif: gymnax has no picture of {args.env_id}, or a wrapper hides it")
+    own_class = type(args.env).__module__.startswith("gymnax.environments.")
+    if args.gif and not (own_class and args.env.name in WITH_PICTURES):
+        parser.error(f"--gif: gymnax has no picture of {args.env_id}, or of a wrapper or own class")
     args.interval_updates = math.ceil(args.num_iterations / args.num_intervals)
     args.num_intervals = math.ceil(args.num_iterations / args.interval_updates)
     args.num_updates = args.num_intervals * args.interval_updates
@@ -130,10 +133,10 @@ def parse_args(argv=None):
 
 # The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
 # differ between runs, so they are traced: good for arithmetic, not for shapes, loops or `if`. All
-# other flags are Python values.
+# other flags are Python values. (In `args`, which `main` knows, a flag of `sweep` is a list.)
 #
-# A metric is a number in the dictionary that `train_step` returns. It is averaged up to the next
-# progress line, printed and saved by its name.
+# A metric is an entry of the dictionary that `train_step` returns. It is averaged up to the next
+# progress line, printed if it is one number, and saved by its name.
 
 
 class Step(NamedTuple):
@@ -154,7 +157,7 @@ class TrainState(NamedTuple):
 
 
 def optimizer(run):
-    """Make Adam. Its learning rate falls linearly to 0."""
+    """Make Adam. Its learning rate falls linearly to 0, over num_updates calls."""
     return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
 
 
@@ -282,7 +285,8 @@ def train_step(run, state, _):
     keys = jax.random.split(key_play, run.num_envs)
     episodes, _ = jax.vmap(partial(play, run, state.params))(keys)  # (N, T)
     returns = jnp.sum(episodes.reward, axis=1)  # (N,)
-    metrics = {"returns": jnp.mean(returns), "timesteps": jnp.sum(episodes.mask)}
+    metrics = {"returns": jnp.mean(returns)}
+    timesteps = jnp.sum(episodes.mask)
     if run.sync == "truncation":
         mask = jnp.all(episodes.mask, axis=0) & episodes.mask
         episodes = episodes._replace(mask=mask, reward=jnp.where(mask, episodes.reward, 0.0))
@@ -291,30 +295,31 @@ def train_step(run, state, _):
     grad = jax.grad(partial(policy_loss, run))(state.params, episodes, advantage)
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    return state._replace(key=key, params=params, opt_state=opt_state), metrics
+    state = state._replace(key=key, params=params, opt_state=opt_state)
+    return state, dict(timesteps=timesteps, **metrics)  # refuses a second metric of that name
 
 
 def train_interval(run, state):
     """Make U updates, up to the next progress line. Also return what the line shows."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
     timesteps = jnp.sum(metrics.pop("timesteps"))
-    means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
-    return state, dict(timesteps=timesteps, **means)  # refuses a second metric of that name
+    return state, {"timesteps": timesteps, **jax.tree.map(partial(jnp.mean, axis=0), metrics)}
 
 
 def evaluate(run, state):
     """What a run ends with: undiscounted returns (E,) of greedy episodes, and what was learned."""
-    # Training splits state.key, but never folds a number in, so this may be called at any time.
+    # A key that training does not use, so that you may also evaluate in the middle of it.
     key = jax.random.fold_in(state.key, 999)
     keys = jax.random.split(key, run.eval_episodes)
-    episodes, env_states = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (E, T)
+    episodes, _ = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (E, T)
     learned = dict(greedy_return=jnp.sum(episodes.reward, axis=1), **flat(state.params))
-    if run.gif:
-        learned["episode"] = take({"steps": episodes, "env_states": env_states}, 0)  # the first
+    if run.gif:  # the first episode once more, since the states of all would take much memory
+        steps, env_states = play(run, state.params, keys[0], greedy=True)
+        learned["episode"] = {"steps": steps, "env_states": env_states}
     return learned
 
 
-def report(args, learned):
+def report(learned):
     """Describe what the runs of a setting learned."""
     means = learned["greedy_return"].mean(axis=1)  # one for each run
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
@@ -334,10 +339,10 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, batch_size, num_rows = divide(args, num_runs)
+    devices, at_once, num_rows = divide(args, num_runs)
     # Copies of the first runs fill up the devices. `gather` cuts them off.
     rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
-    over_runs = partial(vectorize, args=args, devices=devices, batch_size=batch_size)
+    over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     first = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if first else lambda *_: None
     show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
@@ -346,7 +351,7 @@ def main(argv=None):
     state = over_runs(init_state)(rows)
     train = over_runs(train_interval).lower(rows, state)
     finish = over_runs(evaluate).lower(rows, state)
-    check_results(columns, train.out_info[1], finish.out_info)
+    check_results(columns, state, train.out_info, finish.out_info)  # shapes and types, not numbers
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
@@ -360,8 +365,7 @@ def main(argv=None):
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            # In one statement, so that Ctrl-C cannot come between them.
-            state, num_lines = next_state, num_lines + 1
+            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
             show(describe(lines[-1], train_seconds))
     except KeyboardInterrupt:
         if args.distributed or num_lines == 0:
@@ -369,6 +373,8 @@ def main(argv=None):
         show(f"interrupted: the results are those of line {num_lines}")
 
     learned = gather(finish(rows, state), num_runs)  # (R, ...) each
+    if any(np.isnan(array).any() for array in flat(learned).values()):
+        show("warning: what was learned contains nan")
     curves = {name: np.stack([line[name] for line in lines[:num_lines]]) for name in lines[0]}
     results = {
         "args": flags,
@@ -383,7 +389,7 @@ def main(argv=None):
         np.savez(args.save, **results)
     for i, label in enumerate(labels):
         of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
-        show(f"{label}  {report(args, take(learned, of_setting))}".strip())
+        show(f"{label}  {report(take(learned, of_setting))}".strip())
     if first:
         draw(args, labels, curves, learned)
     return results
@@ -471,6 +477,9 @@ def settings_and_seeds(args):
     Return what differs between runs, {flag: (R,)}, and a label for each setting.
     """
     swept = {name: getattr(args, name) for name in args.swept}
+    for name, values in swept.items():
+        if np.array(values).ndim != 1 or np.array(values).dtype.kind not in "biuf":
+            raise ValueError(f"--{name} is swept, so it takes numbers. Declare it by `flag`.")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -492,11 +501,11 @@ def divide(args, num_runs):
         devices = devices[: math.ceil(num_runs / per_device)]
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
-    batch_size = math.ceil(per_device / num_batches)
-    return devices, batch_size, len(devices) * num_batches * batch_size
+    at_once = math.ceil(per_device / num_batches)
+    return devices, at_once, len(devices) * num_batches * at_once
 
 
-def vectorize(function, args, devices, batch_size):
+def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
     It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
@@ -508,7 +517,7 @@ def vectorize(function, args, devices, batch_size):
         return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
 
     def one_device(*inputs):
-        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+        return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
     # Without check_vma, which rejects loops that start from constants.
@@ -531,19 +540,26 @@ def flat(tree):
     """Make {name: array} of any tree. Names of nested arrays are joined, as in layer.kernel."""
     leaves = jax.tree.leaves_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two arrays have the same name: {sorted(names)}")
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
 
 
-def check_results(columns, metrics, learned):
-    """Refuse, before compiling, what --save could not write: a name twice, or no numbers."""
+def check_results(columns, state, trained, learned):
+    """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
+    next_state, metrics = trained
+    before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in (state, next_state))
+    if before != after:
+        raise TypeError("train_interval must return a state of the same shapes and types")
     arrays = [*flat(metrics).items(), *flat(learned).items()]
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
     names += [*columns, *(name for name, _ in arrays)]
     for name, array in arrays:
         if names.count(name) > 1:
-            raise ValueError(f"the name {name!r} is taken: give this metric or result another one")
+            raise ValueError(f"{name!r} is taken, by a flag or a result: rename this metric")
         if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
             raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), learned))  # so a mistake shows now
 
 
 def describe(line, seconds):
@@ -553,6 +569,8 @@ def describe(line, seconds):
         if name != "timesteps" and array.ndim == 1:  # one number for each run
             known = array[~np.isnan(array)]
             words.append(f"{name} {known.mean() if len(known) else np.nan:#.4g}")
+            if 0 < len(known) < len(array):
+                words.append(f"({len(known)} of {len(array)} runs)")
     return "  ".join([*words, f"{line['timesteps'].sum() / seconds:,.0f} steps/s"])
 
 

@@ -1,7 +1,8 @@
 """What the tests share: the scripts, the flags of one run, and a way to watch what a function does.
 
 The tests never draw random numbers for a script. They watch what the script drew, and compute what
-must follow from it.
+must follow from it. Bounds on frequencies are five standard deviations or as wide, so that a test
+also passes after a change of the keys, or of the order in which they are split.
 """
 
 import argparse
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 LEARNERS = [*TRIO, "gridworld_qlearning.py", "reinforce_parallel.py"]
 SCRIPTS = [*LEARNERS, "mountaincar_env.py"]
+PARALLEL, REPLAY, DECAY, GRID, REINFORCE, CAR = SCRIPTS
 
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_NUM_CPU_DEVICES"] = "2"
@@ -55,8 +57,9 @@ def jit(function, run):
 def watch(monkeypatch, owner, name, ordered=True):
     """Return a list that gets a record of each call of a function of a script (or of a class).
 
-    A record has the arguments by name, and what was returned as `out`, all as NumPy arrays. In a
-    vmapped function, each of its calls makes a record, if ordered=False.
+    A record has the arguments by name, and what was returned as `out`, all as NumPy arrays. Wait
+    for the last one by jax.effects_barrier(). A function that is vmapped is called once for many,
+    and cannot be watched in order: with ordered=False, there is a record for each of the many.
     """
     records, function = [], getattr(owner, name)
     signature = inspect.signature(function)
@@ -67,8 +70,8 @@ def watch(monkeypatch, owner, name, ordered=True):
     def watched(*args, **kwargs):
         out = function(*args, **kwargs)
         named = dict(signature.bind(*args, **kwargs).arguments)
-        named.pop("run", None), named.pop("self", None)
-        arrays = jax.tree.map(plain, {**named, "out": out})
+        arrays = {name: array for name, array in named.items() if name not in ("run", "self")}
+        arrays = jax.tree.map(plain, {**arrays, "out": out})
         jax.debug.callback(
             lambda arrays: records.append(SimpleNamespace(**jax.device_get(arrays))),
             arrays,

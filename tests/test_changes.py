@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import gymnax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import LEARNERS, SCRIPTS, TRIO, changed, one_run
+from conftest import GRID, LEARNERS, PARALLEL, REINFORCE, REPLAY, SCRIPTS, TRIO, changed, one_run
 from gymnax.environments import spaces
 from gymnax.wrappers.purerl import FlattenObservationWrapper, StickyActionWrapper
 
-PARALLEL, REPLAY, GRID, REINFORCE = "parallel_td.py", "replay_td.py", *LEARNERS[3:]
 TD_FLAGS = "--num-intervals 2 --eval-episodes 2 --total-timesteps 640 --num-centers 7"
 FLAGS = {
     "parallel_td.py": TD_FLAGS,
@@ -27,7 +27,6 @@ FLAGS = {
     "gridworld_qlearning.py": "--num-intervals 2 --total-timesteps 4000",
     "reinforce_parallel.py": "--num-intervals 2 --eval-episodes 2 --num-iterations 4 --num-envs 4",
 }
-NEVER_TRAINED = "steps/s"  # what every progress line ends with
 
 
 def run(script, diff="", more="", **names):
@@ -196,7 +195,7 @@ def with_metric(script, name):
 """
     if script == REINFORCE:
         return f"""
-     metrics = {{"returns": jnp.mean(returns), "timesteps": jnp.sum(episodes.mask)}}
+     metrics = {{"returns": jnp.mean(returns)}}
 +    metrics["{name}"] = jnp.max(returns)
 """
     return f"""
@@ -213,19 +212,34 @@ def test_a_metric_is_printed_and_saved(script, capsys):
     assert f"own {results['own'][-1].mean():#.4g}" in last_line
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "seed", "file"])
+def refuse_to_train(*_):
+    raise AssertionError("it was trained")
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "seed", "timesteps", "file"])
 @pytest.mark.parametrize("script", LEARNERS)
-def test_a_metric_is_refused_if_its_name_is_that_of_a_flag_or_of_the_file(script, name, capsys):
-    with pytest.raises(ValueError, match=f"'{name}' is taken"):
-        run(script, with_metric(script, name))
-    assert NEVER_TRAINED not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["returns", "episodes", "timesteps", "greedy_return", "weights"])
-def test_a_metric_is_refused_if_its_name_is_that_of_another_result(name, capsys):
+def test_a_metric_whose_name_is_taken_is_refused_before_training(script, name):
+    module = changed(script, with_metric(script, name))
+    module.describe = refuse_to_train  # it describes a progress line
     with pytest.raises((TypeError, ValueError), match=name):
-        run(PARALLEL, with_metric(PARALLEL, name))
-    assert NEVER_TRAINED not in capsys.readouterr().out
+        module.main(FLAGS[script].split())
+
+
+@pytest.mark.parametrize("name", ["returns", "episodes", "greedy_return", "weights"])
+def test_a_metric_with_the_name_of_another_result_is_refused_before_training(name):
+    module = changed(PARALLEL, with_metric(PARALLEL, name))
+    module.describe = refuse_to_train
+    with pytest.raises((TypeError, ValueError), match=name):
+        module.main(TD_FLAGS.split())
+
+
+def test_two_metrics_of_the_same_joined_name_are_refused():
+    same = """
+     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
++    metrics |= {"a.b": jnp.max(values), "a": {"b": jnp.min(values)}}
+"""
+    with pytest.raises(ValueError, match=r"a\.b"):
+        run(PARALLEL, same)
 
 
 def test_a_metric_of_many_numbers_is_saved_in_full_but_not_printed(capsys):
@@ -248,7 +262,7 @@ def test_metrics_may_be_nested():
 def test_greedy_returns_at_every_line_change_nothing_that_is_learned():
     """Because `evaluate` draws from a key that training does not use."""
     greedy = """
-     returns = means.pop("return_sum") / means.pop("episodes")  # nan if no episode ended
+     returns = means.pop("return_sum") / means.pop("episodes")
 +    means["greedy"] = jnp.mean(evaluate(run, state)["greedy_return"])
 """
     results = run(PARALLEL, greedy)
@@ -285,6 +299,15 @@ def test_a_list_among_the_flags_is_not_swept():
     assert columns["seed"].tolist() == [0] and "sizes" not in columns and labels == [""]
 
 
+def test_a_swept_flag_takes_numbers_or_is_refused():
+    module = changed(PARALLEL)
+    args = module.parse_args([])
+    for values in ["relu"], [[0.1, 0.2]]:
+        args.gamma = values
+        with pytest.raises(ValueError, match="--gamma is swept"):
+            module.settings_and_seeds(args)
+
+
 def test_pairs_of_values_may_be_swept_instead_of_all_combinations():
     pairs = """
 -    product = itertools.product(*swept.values())
@@ -316,11 +339,11 @@ class Square(gymnax.environments.CartPole):
 
 
 SQUARE = """
-     args.env, args.env_params = gymnax.make(args.env_id)  # to change either, change it here
+     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
 +    args.env = Square()
 """
 WRAPPED = """
-     args.env, args.env_params = gymnax.make(args.env_id)  # to change either, change it here
+     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
 +    args.env = Wrapper(Square())
 """
 
@@ -344,7 +367,38 @@ def test_an_animation_of_a_wrapped_environment_is_refused(capsys):
     assert "wrapper" in capsys.readouterr().err
 
 
-def test_an_edited_environment_is_used_by_the_next_call(monkeypatch):
+def test_an_environment_that_the_scales_do_not_fit_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        run(
+            PARALLEL,
+            """
+     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
++    args.env, args.env_params = gymnax.make("MountainCar-v0")
+""",
+        )
+    assert "OBS_SCALE" in capsys.readouterr().err
+
+
+class Paid(gymnax.environments.CartPole):
+    """CartPole-v1 with a reward that is a setting of the object."""
+
+    reward = 1.0
+
+    def step_env(self, key, state, action, params):
+        obs, state, _, *rest = super().step_env(key, state, action, params)
+        return obs, state, jnp.array(self.reward), *rest
+
+
+def test_a_changed_setting_of_an_environment_is_used_by_the_next_call(monkeypatch):
+    """Although gymnax compiles the steps of an object once."""
+    env, module = Paid(), changed(PARALLEL)
+    monkeypatch.setattr(gymnax, "make", lambda env_id: (env, env.default_params))
+    before = module.main(TD_FLAGS.split())["returns"]
+    env.reward = 2.0
+    assert module.main(TD_FLAGS.split())["returns"][0] > 1.5 * before[0]
+
+
+def test_an_edited_class_is_used_by_the_next_call(monkeypatch):
     module = changed(PARALLEL)
     before = module.main(TD_FLAGS.split())["returns"]
     step_env = gymnax.environments.CartPole.step_env
@@ -384,9 +438,9 @@ SLIPPERY = """
 +    def step(cell, slip):
 +        next_cell, _, terminated = env_step(run, cell, greedy[*cell], slip)
 
--    _, (ends, arrives) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
+-    _, (ends, at_goal) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
 +    slips = jax.random.uniform(state.key, 20 * greedy.size)
-+    _, (ends, arrives) = jax.lax.scan(step, start(run), slips)
++    _, (ends, at_goal) = jax.lax.scan(step, start(run), slips)
 """
 
 
@@ -400,7 +454,9 @@ def test_moves_of_the_grid_world_may_be_random():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_an_importer_may_have_a_flag_of_the_same_name(script, monkeypatch):
+def test_a_program_that_imports_a_script_may_have_a_flag_distributed_of_its_own(
+    script, monkeypatch
+):
     monkeypatch.setattr(sys, "argv", ["program.py", "--distributed"])
     assert callable(changed(script).main)  # it was imported anew, and joined no job
 

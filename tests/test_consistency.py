@@ -1,7 +1,7 @@
 """The collection as a whole: twins are the same, and what is imported is declared.
 
-Scripts share no code, so shared code is duplicated. Functions, classes and flags of the same name
-are the same in all scripts that have them, except for those in the table below.
+Scripts share no code, so shared code is duplicated. Functions, classes, constants and flags of the
+same name are the same in all scripts that have them, except for those in the table below.
 """
 
 import ast
@@ -11,14 +11,16 @@ import sys
 import tomllib
 
 import pytest
-from conftest import LEARNERS, ROOT, SCRIPTS, TRIO
+from conftest import CAR, DECAY, GRID, LEARNERS, PARALLEL, REINFORCE, REPLAY, ROOT, SCRIPTS, TRIO
 
-PARALLEL, REPLAY, DECAY = TRIO
-GRID, REINFORCE, CAR = SCRIPTS[3:]
 TEXT = {script: (ROOT / script).read_text() for script in SCRIPTS}
 
-# Function or class: the groups of scripts that agree, and why the groups differ.
+# Name: the groups of scripts that agree, and why the groups differ. A script that is in no group
+# agrees with no other.
 DIFFERENT = {
+    "RUNS_AT_ONCE": ([[REPLAY, DECAY]], "what fits into a cache was measured for each"),
+    "COMPILER_OPTIONS": ([TRIO], "what is fast was measured for each"),
+    "LOOPS": ([], "the limit suits the size of the loop"),
     "parse_args": ([], "each script has flags of its own"),
     "main": ([LEARNERS, [CAR]], "the car learns nothing"),
     "Transition": ([TRIO], ""),
@@ -47,10 +49,15 @@ DIFFERENT_FLAGS = {
 
 
 def definitions(script):
-    """The source of each function and class of a script, with its comments."""
-    nodes = ast.parse(TEXT[script]).body
-    named = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return {node.name: ast.get_source_segment(TEXT[script], node) for node in named}
+    """The source of each function, class and constant of a script, with its comments."""
+    found = {}
+    for node in ast.parse(TEXT[script]).body:
+        source = ast.get_source_segment(TEXT[script], node)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = source
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = source
+    return found
 
 
 def flags(script):
@@ -70,20 +77,24 @@ def names_of_twins(sources):
     return sorted(name for name in set(names) if names.count(name) > 1)
 
 
-def assert_same(sources, name, scripts):
+WHAT_TO_DO = """
+Copy the change to the other scripts that have it. Or write into the table of
+tests/test_consistency.py which scripts agree, and why the others differ."""
+
+
+def fail_if_different(name, one, two, first, second):
     """Say which scripts differ, where, and what to do."""
+    lines = one.splitlines(), two.splitlines()
+    difference = "\n".join(difflib.unified_diff(*lines, first, second, lineterm="", n=1))
+    if one != two:
+        message = f"{name} differs between {first} and {second}:\n{difference}\n{WHAT_TO_DO}"
+        pytest.fail(message, pytrace=False)
+
+
+def check_group(sources, name, scripts):
     first, *others = scripts
     for other in others:
-        one, two = sources[first][name], sources[other][name]
-        difference = difflib.unified_diff(
-            one.splitlines(), two.splitlines(), first, other, lineterm="", n=1
-        )
-        assert one == two, (
-            f"{name} differs between {first} and {other}:\n"
-            + "\n".join(difference)
-            + "\nCopy the change to the other scripts that have it, or write into the table of"
-            " tests/test_consistency.py which scripts agree, and why the others differ."
-        )
+        fail_if_different(name, sources[first][name], sources[other][name], first, other)
 
 
 def groups_of(sources, table, name):
@@ -99,13 +110,13 @@ def groups_of(sources, table, name):
 @pytest.mark.parametrize("name", names_of_twins(FUNCTIONS))
 def test_functions_of_the_same_name_are_the_same(name):
     for group in groups_of(FUNCTIONS, DIFFERENT, name):
-        assert_same(FUNCTIONS, name, group)
+        check_group(FUNCTIONS, name, group)
 
 
 @pytest.mark.parametrize("name", names_of_twins(FLAGS))
 def test_flags_of_the_trio_are_the_same(name):
     for group in groups_of(FLAGS, DIFFERENT_FLAGS, name):
-        assert_same(FLAGS, name, group)
+        check_group(FLAGS, name, group)
 
 
 def stale(sources, table, name):
@@ -125,23 +136,23 @@ def test_the_table_says_that_scripts_differ_only_where_they_do():
 @pytest.mark.parametrize("script", LEARNERS[1:])
 def test_what_follows_the_marked_line_is_the_same_to_the_letter(script):
     def helpers(script):
-        _above, _, after = TEXT[script].partition("\n# From here on, nothing is about learning")
-        assert after, f"{script} has no marked line"
-        return after.splitlines()
+        return TEXT[script].partition("\n# From here on, nothing is about learning")[2]
 
-    difference = difflib.unified_diff(helpers(LEARNERS[0]), helpers(script), LEARNERS[0], script)
-    assert not list(difference), "copy the change to all learners"
+    assert helpers(script), f"{script} has no marked line"
+    one, two = helpers(LEARNERS[0]), helpers(script)
+    fail_if_different("What follows the marked line", one, two, LEARNERS[0], script)
 
 
 @pytest.mark.parametrize("script", SCRIPTS[1:])
-def test_settings_before_jax_is_imported_are_the_same(script):
-    def settings(script):
-        lines = TEXT[script].partition("\nimport argparse\n")[2].partition("\nimport jax\n")[0]
-        lines = lines.partition("from typing import NamedTuple\n")[2]
-        return [line for line in lines.splitlines() if "XLA" not in line and "LOOPS" not in line]
+def test_conditions_at_the_top_level_are_the_same(script):
+    """What a script does when it is a command: a backend, a job, the call of main."""
 
-    shared = [line for line in settings(SCRIPTS[0]) if line]
-    assert [line for line in settings(script) if line in shared and line] == shared
+    def conditions(script):
+        nodes = [node for node in ast.parse(TEXT[script]).body if isinstance(node, ast.If)]
+        return "\n".join(ast.unparse(node) for node in nodes)
+
+    one, two = conditions(SCRIPTS[0]), conditions(script)
+    fail_if_different("What a command does", one, two, SCRIPTS[0], script)
 
 
 def pins():

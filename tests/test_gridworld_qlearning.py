@@ -1,7 +1,7 @@
 """gridworld_qlearning.py: learning replayed in NumPy, exact values, its policy and its report.
 
-The fixture `learning` trains in a grid with a trap, and records every step. Tests check one fact of
-the record each.
+The fixture `learning` trains in a grid with a trap, and records every step. Each test then checks
+one fact of that record.
 """
 
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ env_step = grid.env_step
 
 
 def with_trap(run, cell, action):
-    """Below the goal is a trap, worth -1. A step costs 0.25, the last one does not."""
+    """Below the goal is a trap, worth -1. A step costs 0.25, but the last one is free."""
     next_cell, reward, terminated = env_step(run, cell, action)
     trapped = jnp.all(next_cell == jnp.array(TRAP))
     over = terminated | trapped
@@ -141,8 +141,8 @@ def test_greedy_steps_are_infinite_if_the_episode_ends_elsewhere(monkeypatch):
 
 
 def report_of(q_table, greedy_steps):
-    args = SimpleNamespace(grid_size=q_table.shape[1:3])
-    return grid.report(args, {"q_table": q_table, "greedy_steps": np.array(greedy_steps)})
+    learned = {"q_table": q_table, "greedy_steps": np.array(greedy_steps)}
+    return grid.report({**learned, "start_value": q_table[:, -1, -1].max(axis=-1)})
 
 
 def test_the_report_describes_all_agents_and_the_mean_of_their_tables():

@@ -50,7 +50,7 @@ def script(request):
         return run.seed + 0.0
 
     def train_interval(run, state):
-        state = state + run.learning_rate
+        state = state + run.learning_rate  # of seed 4: 4 + rate, then 4 + 2 rate, ...
         in_first_line = state < 4 + 1.5 * run.learning_rate
         returns = jnp.where((run.seed == 4) & in_first_line, jnp.nan, state * run.gamma)
         return state, {"timesteps": jnp.array(STEPS), "returns": returns, "unknown": jnp.nan}
@@ -58,7 +58,8 @@ def script(request):
     def evaluate(run, state):
         learned = {"greedy_return": state + jnp.array([-9.0, 9.0])}
         if hasattr(run, "grid_size"):
-            learned = {"q_table": state + jnp.zeros((*run.grid_size, 4)), "greedy_steps": state}
+            table = state + jnp.zeros((*run.grid_size, 4))
+            learned = {"q_table": table, "start_value": state, "greedy_steps": state}
         return {**learned, "layer": {"kernel": state}}
 
     patch.setattr(script, "init_state", init_state)
@@ -126,7 +127,7 @@ def test_a_whole_run_is_not_interrupted(toy):
     assert not toy.results["interrupted"]
 
 
-def test_the_first_lines_tell_runs_devices_and_the_time_of_compiling(toy):
+def test_the_first_two_lines_show_runs_devices_and_seconds_of_compiling(toy):
     assert numbers_in(toy.lines[0]) == [45, 2]
     assert abs(numbers_in(toy.lines[1])[0] - toy.results["compile_seconds"]) <= 0.06
 
@@ -136,6 +137,7 @@ def test_a_line_shows_means_over_the_runs_in_which_a_number_is_known(toy):
         assert_shows(text, STEPS * (i + 1))
         assert_shows(text, np.nanmean(returns_in(i + 1)))
         assert "nan" in text  # the metric that no run knows
+    assert "(30 of 45 runs)" in toy.lines[2]  # those whose returns are known in the first line
 
 
 def test_a_line_shows_steps_per_second_over_all_runs(toy):
@@ -243,16 +245,16 @@ def test_a_figure_shows_all_curves_and_the_median_of_each_setting(script, figure
     steps = STEPS * np.arange(1, 5)
     returns = np.stack([returns_in(line) for line in (1, 2, 3, 4)])  # (4, 45)
     medians = np.nanmedian(returns.reshape(4, 15, 3), axis=2)  # (4, 15)
-    for y in [*returns.T[:30], *medians.T[:10]]:  # of ten settings
+    for y in [*returns.T[: 10 * len(SEEDS)], *medians.T[:10]]:  # of ten settings
         curve = np.stack([steps, y], axis=1)
         assert any(np.allclose(curve, other, equal_nan=True) for other in drawn)
 
 
-def test_the_file_is_written_before_anything_that_may_fail(script, monkeypatch, tmp_path):
+def test_the_file_is_written_before_anything_is_drawn(script, monkeypatch, tmp_path):
     def fail(*_):
-        raise RuntimeError("a mistake in a report of one's own")
+        raise RuntimeError("a mistake in a picture of one's own")
 
-    monkeypatch.setattr(script, "report", fail)
+    monkeypatch.setattr(script, "draw", fail)
     with pytest.raises(RuntimeError):
         run_toy(script, f"--save {tmp_path / 'x.npz'}")
     np.testing.assert_array_equal(np.load(tmp_path / "x.npz")["layer.kernel"], state_after(4))
@@ -264,22 +266,51 @@ def returning(script, **more):
     return lambda run, state: {**evaluate(run, state), **more}
 
 
+@pytest.fixture
+def untrained(script, monkeypatch):
+    """The script, but a progress line is an error: so what is refused is refused before."""
+
+    def fail(*_):
+        raise AssertionError("it was trained")
+
+    monkeypatch.setattr(script, "describe", fail)
+    return script
+
+
 @pytest.mark.parametrize("name", ["gamma", "seed", "returns", "timesteps", "args", "file"])
-def test_a_result_whose_name_is_taken_is_refused_before_training(script, name, monkeypatch, capsys):
-    monkeypatch.setattr(script, "evaluate", returning(script, **{name: jnp.array(1.0)}))
+def test_a_result_whose_name_is_taken_is_refused_before_training(untrained, name, monkeypatch):
+    monkeypatch.setattr(untrained, "evaluate", returning(untrained, **{name: jnp.array(1.0)}))
     with pytest.raises(ValueError, match=f"'{name}' is taken"):
-        run_toy(script)
-    assert "step" not in capsys.readouterr().out
+        run_toy(untrained)
 
 
-def test_a_result_that_numpy_cannot_save_is_refused_before_training(script, monkeypatch, capsys):
-    monkeypatch.setattr(script, "evaluate", returning(script, key=jax.random.key(0)))
+def test_a_result_that_numpy_cannot_save_is_refused_before_training(untrained, monkeypatch):
+    monkeypatch.setattr(untrained, "evaluate", returning(untrained, key=jax.random.key(0)))
     with pytest.raises(TypeError, match="'key'"):
-        run_toy(script)
-    assert "step" not in capsys.readouterr().out
+        run_toy(untrained)
 
 
-def test_nothing_is_remembered_between_two_calls(script, monkeypatch):
+def test_a_state_whose_type_changes_is_refused_before_training(untrained, monkeypatch):
+    monkeypatch.setattr(untrained, "init_state", lambda run: run.seed)  # then a float
+    with pytest.raises(TypeError, match="same shapes and types"):
+        run_toy(untrained)
+
+
+def test_a_report_that_fails_is_refused_before_training(untrained, monkeypatch):
+    monkeypatch.setattr(untrained, "report", lambda learned: learned["no such result"])
+    with pytest.raises(KeyError):
+        run_toy(untrained)
+
+
+def test_nan_among_what_was_learned_is_told(script, monkeypatch, capsys):
+    run_toy(script)
+    before = capsys.readouterr().out.count("nan")
+    monkeypatch.setattr(script, "evaluate", returning(script, broken=jnp.nan))
+    run_toy(script)
+    assert capsys.readouterr().out.count("nan") > before
+
+
+def test_main_keeps_nothing_between_two_calls(script, monkeypatch):
     before = run_toy(script)["layer.kernel"]
     monkeypatch.setattr(script, "init_state", lambda run: run.seed + 100.0)
     np.testing.assert_array_equal(run_toy(script)["layer.kernel"], before + 100)

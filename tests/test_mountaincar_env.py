@@ -13,7 +13,7 @@ from scipy.stats import kstest
 
 import mountaincar_env as car
 
-# A strong car reaches both walls, and meets its goal in the valley in any step from the first on.
+# Constants with which a rollout reaches both walls and both top speeds, and ends in any step.
 LIMIT = 60
 CHANGES = {
     "gravity": 0.004,
@@ -169,6 +169,12 @@ def test_random_actions_are_equally_likely_and_independent(rollout):
         assert abs(np.mean(action == number) - 1 / 3) < 5 * deviation
     for axis in range(3):
         assert abs(np.mean(action == np.roll(action, 1, axis)) - 1 / 3) < 5 * deviation
+
+
+def test_the_first_action_does_not_depend_on_the_start(rollout):
+    starts, first = rollout.obs[:, :, 0, 0].ravel(), rollout.action[:, :, 0].ravel()
+    for number in range(3):
+        assert abs(np.corrcoef(starts, first == number)[0, 1]) < 5 / len(starts) ** 0.5
 
 
 @pytest.fixture

@@ -42,9 +42,8 @@ class Constant(environment.Environment):
         return self.see(state), state
 
     def step_env(self, key, state, action, params):
-        push = jnp.where(action == 1, 1.0, -1.0)
-        reward = self.reward(state, push)
-        choice = jnp.where(state.time == 0, push, state.choice)
+        reward = self.reward(state, action)
+        choice = jnp.where(state.time == 0, 2.0 * action - 1, state.choice)
         state = State(time=state.time + 1, light=state.light, choice=choice)
         terminated = state.time >= self.num_steps
         return self.see(state), state, reward, terminated, {}
@@ -52,11 +51,11 @@ class Constant(environment.Environment):
     def see(self, state):
         return jnp.zeros(1)
 
-    def reward(self, state, push):
+    def reward(self, state, action):
         return jnp.array(1.0)
 
     def action_space(self, params):
-        return spaces.Discrete(2)
+        return spaces.Discrete(self.num_actions)
 
     def observation_space(self, params):
         return spaces.Box(-1.0, 1.0, (1,))
@@ -68,34 +67,36 @@ class Light(Constant):
     def see(self, state):
         return state.light[None]
 
-    def reward(self, state, push):
+    def reward(self, state, action):
         return state.light
 
 
 class Later(Constant):
-    """The reward comes in the second step. Is it discounted, once?"""
+    """The reward comes in the second step. Is it discounted exactly once?"""
 
     num_steps = 2
 
     def see(self, state):
         return jnp.array([state.time], float)
 
-    def reward(self, state, push):
+    def reward(self, state, action):
         return jnp.where(state.time == 1, 1.0, 0.0)
 
 
 class Choice(Constant):
-    """The reward is 1 for action 1 and -1 for action 0. Do values depend on the action?"""
+    """Three actions have rewards of -1, 0 and 1. Do values depend on the action?"""
 
-    def reward(self, state, push):
-        return push
+    num_actions = 3
+
+    def reward(self, state, action):
+        return action - 1.0
 
 
 class Match(Light):
     """The reward is 1 if the action fits what is seen, else -1. Does the policy depend on it?"""
 
-    def reward(self, state, push):
-        return push * state.light
+    def reward(self, state, action):
+        return (2.0 * action - 1) * state.light
 
 
 class Memory(Later):
@@ -104,7 +105,7 @@ class Memory(Later):
     def see(self, state):
         return state.choice[None]
 
-    def reward(self, state, push):
+    def reward(self, state, action):
         return state.choice
 
 
@@ -122,12 +123,12 @@ class NanAtTheEnd(Constant):
         return jnp.where(state.time == 1, jnp.nan, jnp.zeros(1))
 
 
-# The values of actions 0 and 1 in some observations.
+# The values of all actions in some observations.
 VALUES = {
     Constant: {0: (1, 1)},
     Light: {-1: (-1, -1), 1: (1, 1)},
     Later: {0: (GAMMA, GAMMA), 1: (1, 1)},
-    Choice: {0: (-1, 1)},
+    Choice: {0: (-1, 0, 1)},
     Match: {-1: (1, -1), 1: (-1, 1)},
     Memory: {0: (-GAMMA, GAMMA), -1: (-1, -1), 1: (1, 1)},
     Endless: {0: (1 / (1 - GAMMA), 1 / (1 - GAMMA))},
@@ -139,8 +140,9 @@ VALUES = {
 @pytest.mark.parametrize("name", TRIO)
 def test_a_linear_learner_finds_the_values_of(probe, name, monkeypatch):
     script, env = load(name), probe()
-    monkeypatch.setitem(script.OBS_SCALE, "CartPole-v1", [1.0])  # the probe takes its place
-    run = one_run(script, TD_FLAGS, env=env, env_params=env.default_params)
+    monkeypatch.setitem(script.OBS_SCALE, "probe", [1.0])
+    own = {"env_id": "probe", "env": env, "env_params": env.default_params}
+    run = one_run(script, TD_FLAGS, **own)
 
     @jax.jit
     def learn():

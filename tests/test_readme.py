@@ -5,8 +5,8 @@ import re
 import gymnasium
 import numpy as np
 import pytest
-from conftest import ROOT, SCRIPTS, changed, load
-from test_changes import FLAGS, GRID, PARALLEL, REINFORCE, REPLAY
+from conftest import GRID, PARALLEL, REINFORCE, REPLAY, ROOT, SCRIPTS, changed, load
+from test_changes import FLAGS
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^python (\w+\.py)(.*)$", README, re.MULTILINE)
@@ -37,7 +37,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize(("title", "script"), RECIPES)
-def test_recipes_run_and_learn_something_finite(title, script):
+def test_recipes_run(title, script):
     results = changed(script, block(title, "diff")).main(FLAGS[script].split())
     assert np.isfinite(results["returns"]).all()
 
@@ -70,12 +70,12 @@ def test_training_starts_from_saved_weights(monkeypatch, tmp_path):
     np.testing.assert_array_equal(after["centers"], before["centers"])
 
 
-def test_an_environment_of_ones_own_is_learned_by_name(capsys):
+def test_an_environment_of_ones_own_runs_by_name(capsys):
     code = block("**An environment of your own**", "python")
     shorter = code.replace("5e5", "640").replace("1000", "7 --eval-episodes 2")
     assert shorter != code
     exec(shorter, {})
-    assert float(capsys.readouterr().out.splitlines()[-1]) == -200  # not much learned in 640 steps
+    assert -200 <= float(capsys.readouterr().out.splitlines()[-1]) < 0  # a return of MountainCar
 
 
 def test_one_run_can_be_debugged_without_jit():

@@ -30,10 +30,8 @@ def forward(params, obs):
 
 
 def random_params(actions):
-    rng, shapes = (
-        np.random.default_rng(0),
-        {"w0": (3, 8), "b0": 8, "w1": (8, actions), "b1": actions},
-    )
+    rng = np.random.default_rng(0)
+    shapes = {"w0": (3, 8), "b0": 8, "w1": (8, actions), "b1": actions}
     params = {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
     return params | {"log_std": rng.normal(size=actions)}
 
@@ -160,6 +158,17 @@ def test_the_reward_of_a_pendulum_is_that_of_its_torque():
     close(episode.reward, -cost, rtol=1e-3)  # near the top, the angle loses digits
 
 
+def test_log_probabilities_are_of_the_action_of_the_policy_not_of_the_clipped_one():
+    """Actions are kept as they were drawn: normal around the mean, each step on its own."""
+    run = one_run(rp, "--env-id Pendulum-v1")
+    state = jit(rp.init_state, run)()
+    keys = jax.random.split(jax.random.key(0), 20)
+    episodes, _ = jax.jit(jax.vmap(partial(rp.play, run, state.params)))(keys)  # (20, 200)
+    noise = np.ravel(episodes.action - forward(state.params, np.asarray(episodes.obs)))
+    assert kstest(noise, norm.cdf).statistic < 2.5 / len(noise) ** 0.5
+    assert len(set(noise.tolist())) > 0.99 * len(noise)  # none is repeated
+
+
 def test_a_network_starts_with_random_weights_of_known_size():
     flags = "--env-id Pendulum-v1 --hidden-size 999"
     params, other = (jit(rp.init_state, one_run(rp, flags, seed=seed))().params for seed in (3, 4))
@@ -207,7 +216,8 @@ def learning(request):
         state, metrics = train(state)
         jax.effects_barrier()
         halves.append(SimpleNamespace(metrics=metrics, plays=plays[:], updates=updates[:]))
-        plays.clear(), updates.clear()
+        plays.clear()
+        updates.clear()
     returns = jit(rp.evaluate, run)(state)["greedy_return"]
     jax.effects_barrier()
     patch.undo()

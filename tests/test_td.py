@@ -1,7 +1,8 @@
 """The three linear learners: what they do with the transitions that they saw, recomputed in NumPy.
 
-The fixture `learning` trains a script for two intervals on a pole that falls within 12 steps, and
-records every vector step and every update. Each test then checks one fact of that record.
+The fixture `learning` trains a script for two intervals on CartPole-v1 with a time limit of 12
+steps, and records every vector step and every update: what `vector_step` and `td_loss` got and
+returned. Each test then checks one fact of that record.
 """
 
 import collections
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import TRIO, jit, load, one_run, watch
+from conftest import DECAY, PARALLEL, TRIO, jit, load, one_run, watch
 
 close, equal = np.testing.assert_allclose, np.testing.assert_array_equal
 LIMIT = 12  # steps: some episodes reach it, others end before
@@ -53,9 +54,7 @@ def features(run, params, obs):
 def learning(request):
     """A record of two intervals of training."""
     script, patch = load(request.param), pytest.MonkeyPatch()
-    on_line = request.param == "parallel_td.py"
-    # parallel_td.py needs three vector steps for 10 transitions, so it learns from 12 at a time;
-    # 130 steps are 11 updates, so 12. The others learn from 10 after each step: 153 are 40 updates.
+    on_line = request.param == PARALLEL
     flags = "--total-timesteps 130" if on_line else "--total-timesteps 153 --buffer-size 200"
     flags += " --batch-size 10 --num-centers 9 --num-intervals 2"
     own = {"learning_rate": 0.3, "gamma": 0.8, "sigma": 0.7, "tau": 0.3, "epsilon": 0.5}
@@ -68,8 +67,12 @@ def learning(request):
     for _ in range(2):
         state, metrics = train(state)
         jax.effects_barrier()
-        halves.append(SimpleNamespace(metrics=metrics, steps=steps[:], updates=updates[:]))
-        steps.clear(), updates.clear()
+        seen = [transitions for _, (transitions, _) in (step.out for step in steps)]
+        before = [step.state.obs for step in steps]
+        half = {"metrics": metrics, "transitions": seen, "obs": before, "updates": updates[:]}
+        halves.append(SimpleNamespace(**half))
+        steps.clear()
+        updates.clear()
     patch.undo()
     updates = halves[0].updates + halves[1].updates
     # The parameters after each update: those before the next one.
@@ -80,42 +83,53 @@ def learning(request):
         first=first,
         last=state,
         halves=halves,
-        steps=halves[0].steps + halves[1].steps,
+        transitions=halves[0].transitions + halves[1].transitions,  # of each vector step
+        obs=halves[0].obs + halves[1].obs,  # before each vector step
         updates=updates,
         after=after,
     )
 
 
-def test_the_steps_asked_for_are_rounded_up_to_equal_intervals(learning):
-    steps = 144 if learning.on_line else 160  # 12 updates of 12, 40 updates of 4
-    assert [int(half.metrics["timesteps"]) for half in learning.halves] == [steps // 2, steps // 2]
-    assert len(learning.steps) * 4 == steps
-    assert [len(half.updates) for half in learning.halves] == [len(learning.updates) // 2] * 2
+def test_steps_are_rounded_up_to_two_equal_intervals(learning):
+    """parallel_td.py: 130 steps are 11 updates of 12, so 12. The others: 153 are 39 of 4, so 40."""
+    steps, updates = (144, 12) if learning.on_line else (160, 40)
+    assert len(learning.transitions) * 4 == steps
+    assert len(learning.updates) == updates
+    for half in learning.halves:
+        assert half.metrics["timesteps"] == steps / 2 and len(half.updates) == updates / 2
 
 
 def test_transitions_are_what_the_environments_did(learning):
-    for step in learning.steps:
-        transitions, _ = step.out[1]
-        equal(transitions.obs, step.state.obs)
+    for obs, transitions in zip(learning.obs, learning.transitions, strict=True):
+        equal(transitions.obs, obs)
         close(transitions.reward, 3.25 + 1.5 * transitions.action)
         equal(transitions.terminated, np.isnan(transitions.next_obs).any(axis=1))
 
 
 def test_an_episode_goes_on_from_its_next_observation_until_it_ends(learning):
     length = np.zeros(4, int)
-    for step, following in zip(learning.steps[:-1], learning.steps[1:], strict=True):
-        transitions, _ = step.out[1]
+    for transitions, next_obs in zip(learning.transitions[:-1], learning.obs[1:], strict=True):
         length += 1
         ended = transitions.terminated | (length == LIMIT)
-        equal(following.state.obs[~ended], transitions.next_obs[~ended])
-        assert np.all(np.abs(following.state.obs[ended]) <= 0.05)  # where Gymnasium's poles start
+        equal(next_obs[~ended], transitions.next_obs[~ended])
+        assert np.all(np.abs(next_obs[ended]) <= 0.05)  # where Gymnasium's poles start
         length[ended] = 0
 
 
-@pytest.mark.parametrize("learning", ["parallel_td.py"], indirect=True)
+def test_no_two_episodes_of_training_start_alike(learning):
+    starts = [obs.tobytes() for array in learning.obs for obs in array if np.all(abs(obs) <= 0.05)]
+    first = {obs.tobytes() for obs in learning.obs[0]}
+    assert len(first) == 4 and len(starts) == len(set(starts)) > 12
+
+
+STEPS_OF_AN_UPDATE = 3  # at least 10 transitions, from four environments
+
+
+@pytest.mark.parametrize("learning", [PARALLEL], indirect=True)
 def test_the_on_line_learner_learns_from_each_transition_once(learning):
     for i, update in enumerate(learning.updates):
-        seen = [step.out[1][0] for step in learning.steps[3 * i : 3 * i + 3]]
+        first = STEPS_OF_AN_UPDATE * i
+        seen = learning.transitions[first : first + STEPS_OF_AN_UPDATE]
         jax.tree.map(equal, update.batch, jax.tree.map(lambda *parts: np.concatenate(parts), *seen))
 
 
@@ -131,21 +145,34 @@ def test_targets_bootstrap_from_what_follows_unless_it_is_terminal(learning):
         weights = weights + rate * (after["weights"] - weights)
 
 
-def test_each_update_is_a_step_of_adam_on_half_the_mean_squared_error(learning):
-    """The step size falls linearly to 0, and the targets have no gradient."""
+def errors_of(learning, update):
+    """TD errors (B,) of an update, and the values (B,) of the actions that were taken."""
+    q = features(learning.run, update.params, update.batch.obs) @ update.params["weights"].T
+    values = q[np.arange(len(q)), update.batch.action]
+    return update.targets - values, values
+
+
+def test_the_loss_is_half_the_mean_squared_error(learning):
+    for update in learning.updates:
+        loss, _ = update.out
+        errors, _ = errors_of(learning, update)
+        close(loss, np.mean(errors**2) / 2, rtol=1e-4)
+
+
+def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
+    """The targets have no gradient."""
     total = len(learning.updates)
     adam = optax.adam(lambda count: 0.3 * (1 - count / total))
     update_of = jax.jit(adam.update)
     moments = adam.init(np.zeros((2, 9)))
     for update, after in zip(learning.updates, learning.after, strict=True):
-        weights, action = update.params["weights"], update.batch.action
         phi = features(learning.run, update.params, update.batch.obs)  # (B, F)
-        error = update.targets - np.sum(weights[action] * phi, axis=1)  # (B,)
+        errors, _ = errors_of(learning, update)
         gradient = np.zeros((2, 9))
-        for b in range(len(error)):
-            gradient[action[b]] -= error[b] * phi[b] / len(error)
+        for b in range(len(errors)):
+            gradient[update.batch.action[b]] -= errors[b] * phi[b] / len(errors)
         step, moments = update_of(gradient, moments)
-        close(after["weights"], weights + step, atol=1e-4)
+        close(after["weights"], update.params["weights"] + step, atol=1e-4)
 
 
 def test_centers_stay_where_they_are(learning):
@@ -154,12 +181,8 @@ def test_centers_stay_where_they_are(learning):
 
 def test_a_progress_line_shows_mean_errors_and_values(learning):
     for half in learning.halves:
-        errors, values = [], []
-        for update in half.updates:
-            q = features(learning.run, update.params, update.batch.obs) @ update.params["weights"].T
-            values.append(q[np.arange(len(q)), update.batch.action])
-            errors.append(np.abs(update.targets - values[-1]))
-        close(half.metrics["td_error"], np.mean(errors), rtol=1e-4)
+        errors, values = zip(*[errors_of(learning, update) for update in half.updates], strict=True)
+        close(half.metrics["td_error"], np.mean(np.abs(errors)), rtol=1e-4)
         close(half.metrics["q_value"], np.mean(values), rtol=1e-4)
 
 
@@ -167,8 +190,7 @@ def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learni
     total, length = np.zeros(4), np.zeros(4, int)
     for half in learning.halves:
         returns = []
-        for step in half.steps:
-            transitions, _ = step.out[1]
+        for transitions in half.transitions:
             total, length = total + transitions.reward, length + 1
             ended = transitions.terminated | (length == LIMIT)
             returns += total[ended].tolist()
@@ -177,14 +199,37 @@ def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learni
 
 
 @pytest.mark.parametrize("name", TRIO)
-def test_a_run_starts_with_weights_of_0_and_centers_spread_over_the_unit_cube(name):
+def test_a_run_starts_with_weights_of_0(name):
     script = load(name)
-    first = [jit(script.init_state, run_of(script, "", seed=seed))() for seed in (1, 2)]
-    centers = np.asarray(first[0].params["centers"])  # (4, 500)
-    assert not first[0].params["weights"].any()
+    assert not jit(script.init_state, run_of(script, ""))().params["weights"].any()
+
+
+@pytest.mark.parametrize("name", TRIO)
+def test_centers_are_spread_evenly_between_minus_1_and_1_and_depend_on_the_seed(name):
+    script = load(name)
+    states = [jit(script.init_state, run_of(script, "", seed=seed))() for seed in (1, 2)]
+    centers, others = (np.asarray(state.params["centers"]) for state in states)  # (4, 500)
     assert -1 <= centers.min() < -0.99 and 0.99 < centers.max() <= 1
     assert np.all(np.abs(centers.mean(axis=1)) < 5 * np.sqrt(1 / 3 / 500))
-    assert not np.any(centers == first[1].params["centers"])  # the seed decides
+    assert not np.any(centers == others)
+
+
+@pytest.mark.parametrize("name", TRIO[1:])
+def test_the_seed_decides_which_transitions_are_drawn(name, monkeypatch):
+    script, slots = load(name), []
+    for seed in (1, 2):
+        with monkeypatch.context() as patch:
+            run = run_of(script, "--buffer-size 40 --num-centers 3", seed=seed)
+            updates = watch(patch, script, "td_loss")
+            state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
+            began = []
+            for _ in range(3):
+                began += [obs.tobytes() for obs in np.asarray(state.obs)]
+                state, _ = train_step(state, None)
+            jax.effects_barrier()
+            slots.append([[began.index(o.tobytes()) for o in u.batch.obs] for u in updates])
+    assert slots[0] != slots[1]  # of two seeds
+    assert slots[0][1] != slots[0][2]  # of two updates
 
 
 @pytest.mark.parametrize("name", TRIO[1:])
@@ -215,8 +260,11 @@ def test_batches_hold_transitions_as_they_were_stored(name, monkeypatch):
     for _ in range(7):
         state, _ = train_step(state, None)
     jax.effects_barrier()
-    seen = [zip(*step.out[1][0], strict=True) for step in steps]
-    stored = {row[0].tobytes(): row for rows in seen for row in rows}
+    stored = {}
+    for step in steps:
+        _, (transitions, _) = step.out
+        for row in zip(*transitions, strict=True):
+            stored[row[0].tobytes()] = row  # by the observation in which it began
     for row in zip(*updates[-1].batch, strict=True):
         for drawn, kept in zip(row, stored[row[0].tobytes()], strict=True):
             equal(drawn, kept)
@@ -225,7 +273,7 @@ def test_batches_hold_transitions_as_they_were_stored(name, monkeypatch):
 @pytest.mark.parametrize("name", TRIO)
 def test_actions_are_random_with_probability_epsilon(name, monkeypatch):
     script = load(name)
-    buffer = "" if name == "parallel_td.py" else "--buffer-size 4000"
+    buffer = "" if name == PARALLEL else "--buffer-size 4000"
     flags = f"--num-envs 4000 --batch-size 4000 --num-centers 3 {buffer}"
     own = {"epsilon": 0.6, "start_e": 0.8, "end_e": 0.15, "epsilon_decay": 0.5}
     run = run_of(script, flags, learning_rate=0.0, **own)
@@ -233,10 +281,10 @@ def test_actions_are_random_with_probability_epsilon(name, monkeypatch):
     state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
     state = with_weights(state, [[0.0] * 3, [1.0] * 3])  # action 1 is better everywhere
     decays = [0.8, 0.4, 0.2, 0.15]  # halved in each vector step, but at least 0.15
-    for epsilon in decays if name == "epsilon_decay_td.py" else [0.6] * 4:
+    for epsilon in decays if name == DECAY else [0.6] * 4:
         state, metrics = train_step(state, None)
         jax.effects_barrier()
-        transitions, _ = steps[-1].out[1]
+        _, (transitions, _) = steps[-1].out
         worse = np.sum(transitions.action == 0)  # half of the random actions
         assert abs(worse - 2000 * epsilon) < 5 * np.sqrt(2000 * epsilon)
         close(metrics.get("epsilon", epsilon), epsilon, rtol=1e-6)
