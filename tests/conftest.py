@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,8 +23,12 @@ PARALLEL, REPLAY, DECAY, GRID, REINFORCE, CAR = SCRIPTS
 
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_NUM_CPU_DEVICES"] = "2"
-# Programs of tests are short: compile them fast rather than well.
+# Programs of tests are short: compile them fast rather than well, and the same one once.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+CACHE = tempfile.TemporaryDirectory()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # no word when a program comes from the cache
 import jax
 from diffs import changed_text
 
