@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -25,6 +26,8 @@ sys.path.insert(0, str(ROOT))
 os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 # Programs of tests are short: compile them fast rather than well, and the same one once.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+if version("jax").startswith("0.10."):  # jax 0.11 does not know this flag
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 CACHE = tempfile.TemporaryDirectory()
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -90,3 +93,10 @@ def watch(monkeypatch, owner, name, ordered=True):
 
 def is_key(leaf):
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def pytest_collection_finish(session):
+    """Start the commands of test_smoke.py now, so that they run beside the other tests."""
+    for module in {item.module for item in session.items}:
+        if module.__name__ == "test_smoke" and not session.config.option.collectonly:
+            module.start_all()

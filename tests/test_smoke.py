@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,60 +29,64 @@ COMMANDS = {
 SWEEP = "--num-seeds 3 --gamma 0.5 0.75 --num-intervals 3"  # six runs; the car has no such flags
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    """All commands, started at once: each spends most of its time compiling on one core."""
+@cache
+def start_all():
+    """Start all commands at once, since each spends most of its time compiling on one core."""
     # Without the settings that other tests make for themselves.
     env = {name: text for name, text in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     env["JAX_CHECK_TRACER_LEAKS"] = "1"
     processes = {}
     for script, flags in COMMANDS.items():
-        folder = tmp_path_factory.mktemp("run")
-        shutil.copy(SCRIPTS / script, folder)
-        if script != "mountaincar_env.py":
-            flags = f"{SWEEP} {flags}"
-        processes[script] = subprocess.Popen(
-            [sys.executable, script, *flags.split()],
-            cwd=folder,
+        folder = tempfile.TemporaryDirectory()
+        shutil.copy(SCRIPTS / script, folder.name)
+        sweep = "" if script == "mountaincar_env.py" else SWEEP
+        process = subprocess.Popen(
+            [sys.executable, script, *sweep.split(), *flags.split()],
+            cwd=folder.name,
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        processes[script].folder = folder
-    yield processes
-    for process in processes.values():
-        process.kill()
+        processes[script] = process, folder  # the folder is removed when Python ends
+    return processes
+
+
+@cache
+def finished(script):
+    """What a command printed, its errors, its exit status, and its folder."""
+    process, folder = start_all()[script]
+    output, errors = process.communicate()
+    return output, errors, process.returncode, Path(folder.name)
 
 
 @pytest.mark.parametrize("script", COMMANDS)
-def test_runs_alone_in_an_empty_folder(script, processes):
-    output, errors = processes[script].communicate()
-    assert processes[script].returncode == 0, errors
+def test_runs_alone_in_an_empty_folder(script):
+    output, errors, status, _ = finished(script)
+    assert status == 0, errors
     assert errors == ""
     assert "compiled in" in output
 
 
 @pytest.mark.parametrize("script", COMMANDS)
-def test_writes_the_files_that_were_asked_for_and_no_others(script, processes):
-    processes[script].wait()
-    folder = processes[script].folder
+def test_writes_the_files_that_were_asked_for_and_no_others(script):
+    *_, folder = finished(script)
     asked = [word for word in COMMANDS[script].split() if "." in word]
     assert sorted(path.name for path in folder.iterdir()) == sorted([script, *asked])
     assert all((folder / name).stat().st_size > 2000 for name in asked)
 
 
 @pytest.mark.parametrize("script", COMMANDS)
-def test_saves_a_number_for_each_of_three_lines(script, processes):
-    processes[script].wait()
-    saved = np.load(processes[script].folder / "run.npz")
-    assert len(saved["returns"]) == len(saved["timesteps"]) == 3
+def test_saves_a_number_for_each_of_three_lines(script):
+    *_, folder = finished(script)
+    with np.load(folder / "run.npz") as saved:
+        assert len(saved["returns"]) == len(saved["timesteps"]) == 3
 
 
 @pytest.mark.parametrize("script", [script for script in COMMANDS if "car" not in script])
-def test_saves_a_column_for_each_of_six_runs(script, processes):
-    processes[script].wait()
-    saved = np.load(processes[script].folder / "run.npz")
-    assert saved["returns"].shape == (3, 6)
-    assert saved["seed"].tolist() == [0, 1, 2, 0, 1, 2]
-    np.testing.assert_allclose(saved["gamma"], [0.5, 0.5, 0.5, 0.75, 0.75, 0.75])
+def test_saves_a_column_for_each_of_six_runs(script):
+    *_, folder = finished(script)
+    with np.load(folder / "run.npz") as saved:
+        assert saved["returns"].shape == (3, 6)
+        assert saved["seed"].tolist() == [0, 1, 2, 0, 1, 2]
+        np.testing.assert_allclose(saved["gamma"], [0.5, 0.5, 0.5, 0.75, 0.75, 0.75])

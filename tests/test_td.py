@@ -217,17 +217,19 @@ def test_centers_are_spread_evenly_between_minus_1_and_1_and_depend_on_the_seed(
 @pytest.mark.parametrize("name", TRIO[1:])
 def test_the_seed_decides_which_transitions_are_drawn(name, monkeypatch):
     script, slots = load(name), []
+    flags = "--buffer-size 40 --num-centers 3"
+    updates = watch(monkeypatch, script, "td_loss")
+    init_state = jax.jit(lambda seed: script.init_state(run_of(script, flags, seed=seed)))
+    train_step = jit(script.train_step, run_of(script, flags))
     for seed in (1, 2):
-        with monkeypatch.context() as patch:
-            run = run_of(script, "--buffer-size 40 --num-centers 3", seed=seed)
-            updates = watch(patch, script, "td_loss")
-            state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
-            began = []
-            for _ in range(3):
-                began += [obs.tobytes() for obs in np.asarray(state.obs)]
-                state, _ = train_step(state, None)
-            jax.effects_barrier()
-            slots.append([[began.index(o.tobytes()) for o in u.batch.obs] for u in updates])
+        began = []
+        updates.clear()
+        state = init_state(seed)
+        for _ in range(3):
+            began += [obs.tobytes() for obs in np.asarray(state.obs)]
+            state, _ = train_step(state, None)
+        jax.effects_barrier()
+        slots.append([[began.index(o.tobytes()) for o in u.batch.obs] for u in updates])
     assert slots[0] != slots[1]  # of two seeds
     assert slots[0][1] != slots[0][2]  # of two updates
 
