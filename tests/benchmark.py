@@ -129,9 +129,9 @@ def learning():
     includes random actions, so a constant epsilon lowers it by definition.
 
     The picture compares five constant epsilons (0.25 is the default of `replay_td.py`) with the
-    decay of `epsilon_decay_td.py`. Bars are 95 % intervals (Wilson). A small constant learns early
-    and forgets on one seed in thirty; a large one is safe, but learns later and keeps its random
-    actions to the end. The decay ends with few random actions.
+    decay of `epsilon_decay_td.py`. Bars are 95 % intervals (Wilson). A small constant learns early,
+    but more runs fail; a large one is safer, but learns later, and keeps its random actions to the
+    end. The decay is as safe as the large one, and ends with few random actions.
     """
     constants = [(REPLAY, f"--epsilon {epsilon}") for epsilon in (0.05, 0.1, 0.15, 0.2)]
     rows, points = [], []
