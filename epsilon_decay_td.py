@@ -108,9 +108,8 @@ def parse_args(argv=None):
     flag("--num-centers", type=count, default=500, help="number of radial basis features")
     sweep("--sigma", type=width, default=[0.5], help="width of the features")
     flag("--eval-episodes", type=count, default=100, help="greedy episodes after training")
-    flag(
-        "--distributed", action="store_true", help="join the processes of a Slurm or Open MPI 4 job"
-    )
+    text = "join the processes of a Slurm or Open MPI 4 job"
+    flag("--distributed", action="store_true", help=text)
     flag("--save", type=output(".npz"), metavar="FILE", help="write weights, curves, flags (.npz)")
     picture = output(".png", ".pdf", ".svg")
     text = "draw the learning curves of at most ten settings (.png, .pdf, .svg)"

@@ -80,9 +80,8 @@ def parse_args(argv=None):
     sweep("--learning-rate", type=unit, default=[0.1], help="step size alpha")
     sweep("--gamma", type=unit, default=[0.9], help="discount factor")
     sweep("--epsilon", type=unit, default=[0.1], help="probability of a random action")
-    flag(
-        "--distributed", action="store_true", help="join the processes of a Slurm or Open MPI 4 job"
-    )
+    text = "join the processes of a Slurm or Open MPI 4 job"
+    flag("--distributed", action="store_true", help=text)
     flag("--save", type=output(".npz"), metavar="FILE", help="write tables, curves, flags (.npz)")
     picture = output(".png", ".pdf", ".svg")
     text = "draw values and greedy actions of at most four settings (.png, .pdf, .svg)"

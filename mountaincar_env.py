@@ -152,9 +152,8 @@ def parse_args(argv=None):
     flag("--num-envs", type=count, default=4096, help="cars stepped in lockstep")
     text = "rocking pushes in the direction of motion"
     flag("--policy", choices=["random", "rocking"], default="random", help=text)
-    flag(
-        "--distributed", action="store_true", help="join the processes of a Slurm or Open MPI 4 job"
-    )
+    text = "join the processes of a Slurm or Open MPI 4 job"
+    flag("--distributed", action="store_true", help=text)
     text = f"write every step, of at most {MAX_SAVED:g} (.npz)"
     flag("--save", type=output(".npz"), metavar="FILE", help=text)
     args = parser.parse_args(argv)
