@@ -37,11 +37,11 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-# jax reads this when it is imported: each CPU core that this process may use becomes a device.
+# jax reads JAX_NUM_CPU_DEVICES when it is imported: each core of the CPU becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"  # draws into files; in a notebook, the user's backend stays
+    os.environ["MPLBACKEND"] = "agg"  # draw to files; a notebook keeps its own backend
 # Compile loops over up to 500 kB of data into one function: 1.5 times as fast with one agent.
 LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=500000"
 os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # the user's own win
@@ -61,7 +61,7 @@ MAX_PRINTED = 4000  # entries of a table
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
+    """Read and check the flags. Those declared by `sweep` take several values: all are combined."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     flag, swept = parser.add_argument, []
@@ -97,11 +97,11 @@ def parse_args(argv=None):
 
 
 # The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
-# differ between runs, so they are traced: good for arithmetic, not for shapes, loops or `if`. All
-# other flags are Python values. (In `args`, which `main` knows, a flag of `sweep` is a list.)
+# differ between runs, so they are traced: use them in arithmetic, not in shapes, Python loops or
+# `if`. All other flags are Python values. (In `args`, which `main` has, swept flags are lists.)
 #
 # A metric is an entry of the dictionary that `train_step` returns. It is averaged up to the next
-# progress line, printed if it is one number, and saved by its name.
+# progress line, printed if it is one number, and saved.
 
 
 class TrainState(NamedTuple):
@@ -182,7 +182,7 @@ def train_interval(run, state):
     episodes = means.pop("episodes")  # ended per step
     steps_per_episode = jnp.where(episodes > 0, 1 / episodes, jnp.nan)
     returns = means.pop("rewards") * steps_per_episode
-    # Of this run. (Here they are the same for all runs; in reinforce_parallel.py, they differ.)
+    # Steps of this run. (Here they are the same for all; in reinforce_parallel.py, runs differ.)
     timesteps = jnp.array(run.interval_blocks * BLOCK)
     return state, dict(
         timesteps=timesteps, returns=returns, steps_per_episode=steps_per_episode, **means

@@ -33,11 +33,11 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-# jax reads this when it is imported: each CPU core that this process may use becomes a device.
+# jax reads JAX_NUM_CPU_DEVICES when it is imported: each core of the CPU becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"  # draws into files; in a notebook, the user's backend stays
+    os.environ["MPLBACKEND"] = "agg"  # draw to files; a notebook keeps its own backend
 # Compile the loop over steps into one function: rocking is 1.3 times as fast.
 LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
 os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # the user's own win

@@ -13,8 +13,8 @@ The features phi are radial basis functions with random centers c_i (Sutton & Ba
 9.5.5). Each batch of B transitions gives one Adam step on half the mean squared TD error.
 
 No gradient flows through the target: this is semi-gradient Q-learning (section 11.1). A terminal
-state cuts the bootstrap, a time limit does not (Pardo et al. 2018). The learning rate falls
-linearly to 0, so that the weights settle; the last weights are the result.
+state cuts the bootstrap; a time limit does not (Pardo et al. 2018). The learning rate falls
+linearly to 0, so that the weights settle. The final weights are evaluated.
 
     python parallel_td.py                                                   # one run
     python parallel_td.py --sigma 0.4 0.5 --num-seeds 20 --plot curve.png   # forty, on all cores
@@ -40,11 +40,11 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-# jax reads this when it is imported: each CPU core that this process may use becomes a device.
+# jax reads JAX_NUM_CPU_DEVICES when it is imported: each core of the CPU becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"  # draws into files; in a notebook, the user's backend stays
+    os.environ["MPLBACKEND"] = "agg"  # draw to files; a notebook keeps its own backend
 import jax
 
 if __name__ == "__main__" and "--distributed" in sys.argv:
@@ -57,17 +57,17 @@ import optax
 from jax.experimental.multihost_utils import process_allgather
 
 # What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
-# For another environment, add its scale. With more dimensions, all centers are farther away: raise
-# --sigma with the square root of the number of dimensions, or all features are close to 0.
+# To use another environment, add its scale here. With more dimensions, all centers are farther
+# away: raise --sigma with the square root of the number of dimensions, or all features are near 0.
 OBS_SCALE = {
-    "CartPole-v1": [2.4, 3.0, 0.2, 3.0],  # m, m/s, rad, rad/s: the limits, and usual speeds
+    "CartPole-v1": [2.4, 3.0, 0.2, 3.0],  # m, m/s, rad, rad/s: the limits, and typical speeds
     "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: about half the limits
-    "MountainCar-v0": [1.2, 0.07],  # length: the left wall; length/step: the top speed
+    "MountainCar-v0": [1.2, 0.07],  # position: the left wall; speed: the maximum
 }
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
+    """Read and check the flags. Those declared by `sweep` take several values: all are combined."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     flag, swept = parser.add_argument, []
@@ -102,7 +102,8 @@ def parse_args(argv=None):
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     args.swept = tuple(swept)
-    # To change either, change it here. A copy, since gymnax compiles the steps of an object once.
+    # Change the environment or its parameters here. Copied, because gymnax compiles the steps of an
+    # object once, and would ignore what you change in it afterwards.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     obs_shape = args.env.observation_space(args.env_params).shape
     if len(OBS_SCALE[args.env_id]) != math.prod(obs_shape):
@@ -116,11 +117,11 @@ def parse_args(argv=None):
 
 
 # The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
-# differ between runs, so they are traced: good for arithmetic, not for shapes, loops or `if`. All
-# other flags are Python values. (In `args`, which `main` knows, a flag of `sweep` is a list.)
+# differ between runs, so they are traced: use them in arithmetic, not in shapes, Python loops or
+# `if`. All other flags are Python values. (In `args`, which `main` has, swept flags are lists.)
 #
 # A metric is an entry of the dictionary that `td_loss`, `vector_step` or `train_step` returns. It
-# is averaged up to the next progress line, printed if it is one number, and saved by its name.
+# is averaged over the updates up to the next progress line, printed if one number, and saved.
 
 
 class Transition(NamedTuple):
@@ -147,8 +148,8 @@ class TrainState(NamedTuple):
 def optimizer(run):
     """Make Adam for the weights. Its learning rate falls linearly to 0, over num_updates calls.
 
-    The centers are frozen: Adam does not see them. Whatever clips gradients or decays weights
-    belongs inside, too, chained with Adam.
+    The centers are frozen: Adam does not see them. Put gradient clipping or weight decay in the
+    place of Adam, too: optax.chain(..., adam).
     """
     adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
     return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
@@ -179,12 +180,12 @@ def q_values(run, params, obs):
     scaled = obs.reshape(-1) / jnp.array(OBS_SCALE[run.env_id])
     squared_distance = jnp.sum((scaled[:, None] - params["centers"]) ** 2, axis=0)  # (F,)
     phi = jnp.exp(-squared_distance / (2 * run.sigma**2))  # (F,)
-    # One product for each action: 1.7 times as fast as weights @ phi.
+    # One product for each action: 1.7 times as fast as weights @ phi on a CPU.
     return jnp.stack([w_a @ phi for w_a in params["weights"]])
 
 
 def select_action(epsilon, q, uniform):
-    """Choose an action epsilon-greedily by values (A,), with two random numbers in [0, 1)."""
+    """Choose an action epsilon-greedily from values (A,), given two random numbers in [0, 1)."""
     random_action = jnp.floor(len(q) * uniform[1]).astype(int)  # each equally likely
     return jnp.where(uniform[0] < epsilon, random_action, jnp.argmax(q))
 
@@ -203,7 +204,8 @@ def vector_step(run, state, _):
         obs=state.obs,
         action=action,
         reward=reward,
-        # Where an episode ended, `obs` is of the next one. A wrapper must change this one, too.
+        # Where an episode ended, `obs` already belongs to the next one. A wrapper that changes
+        # observations must change final_observation, too.
         next_obs=info["final_observation"],
         terminated=terminated,
     )
@@ -243,13 +245,13 @@ def train_step(run, state, _):
     # The targets are computed outside of the loss, so no gradient flows through them.
     targets = jax.vmap(partial(td_target, run, state.params))(batch)  # (B,)
     loss = partial(td_loss, run)
-    # The gradient has an entry for the centers, too, which the optimizer leaves out.
+    # The gradient has an entry for the centers, too, which the optimizer ignores.
     grad, metrics = jax.grad(loss, has_aux=True)(state.params, batch, targets)
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     state = state._replace(params=params, opt_state=opt_state)
     averages = jax.tree.map(partial(jnp.mean, axis=0), to_average)
-    return state, dict(**averages, **metrics)  # unlike `|`, this refuses a name that both have
+    return state, dict(**averages, **metrics)  # unlike `|`, refuses a name twice
 
 
 def train_interval(run, state):
@@ -258,13 +260,13 @@ def train_interval(run, state):
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
     # A ratio of means is a ratio of sums. It is nan if no episode ended.
     returns = means.pop("return_sum") / means.pop("episodes")
-    # Of this run. (Here they are the same for all runs; in reinforce_parallel.py, they differ.)
+    # Steps of this run. (Here they are the same for all; in reinforce_parallel.py, runs differ.)
     timesteps = jnp.array(run.interval_updates * run.batch_steps * run.num_envs)
     return state, dict(timesteps=timesteps, returns=returns, **means)
 
 
 def greedy_return(run, params, key):
-    """Undiscounted return of one greedy episode, which ends at the time limit at the latest."""
+    """Undiscounted return of one greedy episode of at most max_steps_in_episode steps."""
 
     def step(carry, key):
         obs, env_state, alive, total = carry
@@ -284,7 +286,7 @@ def greedy_return(run, params, key):
 
 def evaluate(run, state):
     """What a run ends with: the returns (E,) of greedy episodes, and what was learned."""
-    # A key that training does not use, so that you may also evaluate in the middle of it.
+    # A key that training does not use, so that you may also evaluate in mid-training.
     key = jax.random.fold_in(state.key, 999)
     keys = jax.random.split(key, run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.params))(keys)

@@ -45,11 +45,11 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-# jax reads this when it is imported: each CPU core that this process may use becomes a device.
+# jax reads JAX_NUM_CPU_DEVICES when it is imported: each core of the CPU becomes a device.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"  # draws into files; in a notebook, the user's backend stays
+    os.environ["MPLBACKEND"] = "agg"  # draw to files; a notebook keeps its own backend
 import jax
 
 if __name__ == "__main__" and "--distributed" in sys.argv:
@@ -71,7 +71,7 @@ WITH_PICTURES = (
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
+    """Read and check the flags. Those declared by `sweep` take several values: all are combined."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     flag, swept = parser.add_argument, []
@@ -85,8 +85,7 @@ def parse_args(argv=None):
     flag("--env-id", choices=env_ids, default="CartPole-v1", help="gymnax environment")
     flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs of each setting")
-    text = "updates, rounded up to equal intervals"
-    flag("--num-iterations", type=count, default=100, help=text)
+    flag("--num-iterations", type=count, default=100, help="updates, rounded up to equal intervals")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=number(int, 2, 1e6), default=16, help="episodes per update")
     sweep("--learning-rate", type=unit, default=[0.01], help="initial value, falls to 0")
@@ -109,7 +108,8 @@ def parse_args(argv=None):
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("--env-id: MNISTBandit-bsuite would download its data")
     args.swept = tuple(swept)
-    # To change either, change it here. A copy, since gymnax compiles the steps of an object once.
+    # Change the environment or its parameters here. Copied, because gymnax compiles the steps of an
+    # object once, and would ignore what you change in it afterwards.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     space = args.env.action_space(args.env_params)
     args.discrete = isinstance(space, spaces.Discrete)
@@ -131,11 +131,11 @@ def parse_args(argv=None):
 
 
 # The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
-# differ between runs, so they are traced: good for arithmetic, not for shapes, loops or `if`. All
-# other flags are Python values. (In `args`, which `main` knows, a flag of `sweep` is a list.)
+# differ between runs, so they are traced: use them in arithmetic, not in shapes, Python loops or
+# `if`. All other flags are Python values. (In `args`, which `main` has, swept flags are lists.)
 #
 # A metric is an entry of the dictionary that `train_step` returns. It is averaged up to the next
-# progress line, printed if it is one number, and saved by its name.
+# progress line, printed if it is one number, and saved.
 
 
 class Step(NamedTuple):
@@ -307,7 +307,7 @@ def train_interval(run, state):
 
 def evaluate(run, state):
     """What a run ends with: undiscounted returns (E,) of greedy episodes, and what was learned."""
-    # A key that training does not use, so that you may also evaluate in the middle of it.
+    # A key that training does not use, so that you may also evaluate in mid-training.
     key = jax.random.fold_in(state.key, 999)
     keys = jax.random.split(key, run.eval_episodes)
     episodes, _ = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (E, T)

@@ -55,7 +55,7 @@ def test_the_recipe_for_a_metric_applies():
 def test_the_recipe_for_a_logger_gives_it_every_line():
     logged = []
     logger = type("wandb", (), {"log": logged.append})
-    module = changed(GRID, block("**TensorBoard", "diff"), wandb=logger)
+    module = changed(GRID, block("**Weights & Biases", "diff"), wandb=logger)
     results = module.main(FLAGS[GRID].split())
     assert [line["returns"] for line in logged] == results["returns"][:, 0].tolist()
 
