@@ -447,12 +447,13 @@ print(json.dumps([seconds, jax.jit(jax.vmap(mean_return))(params).tolist()]))
 def peer():
     """A peer, evaluated alike
 
-    Twenty seeds of CartPole-v1 in one vmapped program (ten of DQN, which takes minutes): our learners with their default flags, and
-    [rejax](https://github.com/keraJLi/rejax) with its authors' own configuration for this task, on
-    the same cores in the same hour. All final policies play 100 greedy episodes, and a run passes
-    with a mean return of at least 475. Both sides chose their defaults for this task, and each has
-    its own number of steps. rejax trains neural networks, with methods that scale to tasks where
-    radial basis functions do not; what is compared is how long a user waits for what.
+    Twenty seeds of CartPole-v1 in one vmapped program (ten of DQN, which takes minutes): our
+    learners with their default flags, and [rejax](https://github.com/keraJLi/rejax) with its
+    authors' own configuration for this task, on the same cores in the same hour. All final policies
+    play 100 greedy episodes, and a run passes with a mean return of at least 475. Both sides chose
+    their defaults for this task, and each has its own number of steps. rejax trains neural
+    networks, with methods that scale to tasks where radial basis functions do not; what is compared
+    is how long a user waits for what.
     """
     rows = []
     for script in [*TRIO, REINFORCE]:
