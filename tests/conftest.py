@@ -97,6 +97,6 @@ def is_key(leaf):
 
 def pytest_collection_finish(session):
     """Start the commands of test_smoke.py now, so that they run beside the other tests."""
-    for module in {item.module for item in session.items}:
-        if module.__name__ == "test_smoke" and not session.config.option.collectonly:
-            module.start_all()
+    for item in session.items:
+        if item.module.__name__ == "test_smoke" and not session.config.option.collectonly:
+            item.module.start(item.callspec.params["script"])

@@ -30,32 +30,29 @@ SWEEP = "--num-seeds 3 --gamma 0.5 0.75 --num-intervals 3"  # six runs; the car 
 
 
 @cache
-def start_all():
-    """Start all commands at once, since each spends most of its time compiling on one core."""
+def start(script):
+    """Start a command. conftest.py starts all that will be needed at once, before the first test."""
     # Without the settings that other tests make for themselves.
     env = {name: text for name, text in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     env["JAX_CHECK_TRACER_LEAKS"] = "1"
-    processes = {}
-    for script, flags in COMMANDS.items():
-        folder = tempfile.TemporaryDirectory()
-        shutil.copy(SCRIPTS / script, folder.name)
-        sweep = "" if script == "mountaincar_env.py" else SWEEP
-        process = subprocess.Popen(
-            [sys.executable, script, *sweep.split(), *flags.split()],
-            cwd=folder.name,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes[script] = process, folder  # the folder is removed when Python ends
-    return processes
+    folder = tempfile.TemporaryDirectory()  # removed when Python ends
+    shutil.copy(SCRIPTS / script, folder.name)
+    sweep = "" if script == "mountaincar_env.py" else SWEEP
+    process = subprocess.Popen(
+        [sys.executable, script, *sweep.split(), *COMMANDS[script].split()],
+        cwd=folder.name,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return process, folder
 
 
 @cache
 def finished(script):
     """What a command printed, its errors, its exit status, and its folder."""
-    process, folder = start_all()[script]
+    process, folder = start(script)
     output, errors = process.communicate()
     return output, errors, process.returncode, Path(folder.name)
 
