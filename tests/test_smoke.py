@@ -31,7 +31,7 @@ SWEEP = "--num-seeds 3 --gamma 0.5 0.75 --num-intervals 3"  # six runs; the car 
 
 @cache
 def start(script):
-    """Start a command. conftest.py starts all that will be needed at once, before the first test."""
+    """Start a command. conftest.py starts all that are needed at once, before the first test."""
     # Without the settings that other tests make for themselves.
     env = {name: text for name, text in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     env["JAX_CHECK_TRACER_LEAKS"] = "1"
