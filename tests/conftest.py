@@ -23,7 +23,7 @@ SCRIPTS = [*LEARNERS, "mountaincar_env.py"]
 PARALLEL, REPLAY, DECAY, GRID, REINFORCE, CAR = SCRIPTS
 
 sys.path.insert(0, str(ROOT))
-os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 # Programs of tests are short: compile them fast rather than well, and the same one once.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if version("jax").startswith("0.10."):  # jax 0.11 does not know this flag

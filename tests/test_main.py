@@ -128,7 +128,7 @@ def test_a_whole_run_is_not_interrupted(toy):
 
 
 def test_the_first_two_lines_show_runs_devices_and_seconds_of_compiling(toy):
-    assert numbers_in(toy.lines[0]) == [45, 2]
+    assert numbers_in(toy.lines[0]) == [45, 4]
     assert abs(numbers_in(toy.lines[1])[0] - toy.results["compile_seconds"]) <= 0.06
 
 
@@ -190,21 +190,21 @@ def test_one_run_takes_one_device(script, capsys):
 
 
 def test_copies_of_runs_that_fill_up_devices_are_in_no_result(script, capsys):
-    results = script.main("--num-seeds 3".split())  # on two devices: four rows
-    assert numbers_in(capsys.readouterr().out.splitlines()[0]) == [3, 2]
-    assert {array.shape[0] for array in (results["seed"], results["layer.kernel"])} == {3}
+    results = script.main("--num-seeds 5".split())  # two on each of three devices: six rows
+    assert numbers_in(capsys.readouterr().out.splitlines()[0]) == [5, 3]
+    assert {array.shape[0] for array in (results["seed"], results["layer.kernel"])} == {5}
 
 
 def test_runs_are_divided_into_equal_batches(script, monkeypatch):
-    """Two devices. A remainder would be compiled apart, so batches are equal."""
+    """Four devices. A remainder would be compiled apart, so batches are equal."""
     monkeypatch.setattr(script, "RUNS_AT_ONCE", 4)
     args = SimpleNamespace(distributed=False)
-    devices, batch_size, num_rows = script.divide(args, 11)
-    assert (len(devices), batch_size, num_rows) == (2, 3, 12)  # six on each: two batches of three
-    devices, batch_size, num_rows = script.divide(args, 17)
-    assert (len(devices), batch_size, num_rows) == (2, 3, 18)  # nine on each: three of three
-    devices, batch_size, num_rows = script.divide(args, 1)
-    assert (len(devices), batch_size, num_rows) == (1, 1, 1)
+    devices, at_once, num_rows = script.divide(args, 1)
+    assert (len(devices), at_once, num_rows) == (1, 1, 1)
+    devices, at_once, num_rows = script.divide(args, 9)
+    assert (len(devices), at_once, num_rows) == (3, 3, 9)  # three on each, all at once
+    devices, at_once, num_rows = script.divide(args, 22)
+    assert (len(devices), at_once, num_rows) == (4, 3, 24)  # six on each: two batches of three
 
 
 def test_a_job_uses_all_devices_even_for_one_run(script):

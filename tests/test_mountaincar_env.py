@@ -187,7 +187,7 @@ def short(monkeypatch, tmp_path):
 
 
 def test_a_car_is_the_same_alone_and_among_others_with_any_number_of_lines(short):
-    """One car takes one device, 51 take two; 600 take batches of 150. Car i has seed + i."""
+    """One car takes one device, 51 and 600 take four. Car i has seed + i."""
     many, alone = short("--num-envs 600 --num-intervals 3"), short("--num-envs 1 --num-intervals 1")
     shifted = short("--num-envs 51 --seed 1 --num-intervals 2")
     for name in car.Step._fields:
