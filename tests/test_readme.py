@@ -71,7 +71,7 @@ def test_training_starts_from_saved_weights(monkeypatch, tmp_path):
 
 
 def test_an_environment_of_ones_own_runs_by_name(capsys):
-    code = block("**An environment of your own**", "python")
+    code = block("**An environment of your own.**", "python")
     shorter = code.replace("5e5", "640").replace("1000", "7 --eval-episodes 2")
     assert shorter != code
     exec(shorter, {})
