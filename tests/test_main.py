@@ -10,6 +10,7 @@ import io
 import json
 import re
 import sys
+import time
 from types import SimpleNamespace
 
 import jax
@@ -77,11 +78,14 @@ def run_toy(script, more=""):
 def toy(script, tmp_path_factory):
     """One command with the toy: what main returned, what it printed, what is in the file."""
     path, output = tmp_path_factory.mktemp("toy") / "x.npz", io.StringIO()
+    began = time.perf_counter()
     with contextlib.redirect_stdout(output):
         results = run_toy(script, f"--save {path}")
+    elapsed = time.perf_counter() - began
     with np.load(path, allow_pickle=False) as file:
         saved = dict(file)
-    return SimpleNamespace(results=results, lines=output.getvalue().splitlines(), file=saved)
+    lines = output.getvalue().splitlines()
+    return SimpleNamespace(results=results, lines=lines, file=saved, elapsed=elapsed)
 
 
 def numbers_in(text):
@@ -119,8 +123,9 @@ def test_the_file_holds_what_main_returns(toy):
     assert flags["gamma"] == GAMMAS and flags["num_seeds"] == 3
 
 
-def test_seconds_are_those_of_compiling_and_of_training(toy):
-    assert 0 < toy.file["train_seconds"] < toy.file["compile_seconds"] < 60
+def test_seconds_of_compiling_and_training_are_parts_of_those_of_the_command(toy):
+    compiling, training = toy.file["compile_seconds"], toy.file["train_seconds"]
+    assert compiling > 0 and training > 0 and compiling + training < toy.elapsed
 
 
 def test_a_whole_run_is_not_interrupted(toy):
