@@ -295,3 +295,14 @@ def test_greedy_returns_are_those_of_gymnasium(learning):
 
 def test_no_two_episodes_start_alike(learning):
     assert len({obs.tobytes() for obs in learning.starts}) == len(learning.starts) == 45
+
+
+def test_an_animation_shows_greedy_steps_of_the_first_run(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(rp, "animate", lambda args, steps, env_states: drawn.append(steps))
+    flags = "--num-seeds 2 --num-iterations 1 --num-envs 2 --eval-episodes 2"
+    results = rp.main([*flags.split(), "--gif", str(tmp_path / "x.gif")])
+    (steps,) = drawn
+    params = {name: results[name][0] for name in ("w0", "b0", "w1", "b1")}
+    assert steps.action.tolist() == forward(params, steps.obs).argmax(axis=1).tolist()
+    assert steps.mask.sum() == results["greedy_return"][0, 0]  # a reward of 1 for each step
