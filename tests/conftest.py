@@ -96,7 +96,11 @@ def is_key(leaf):
 
 
 def pytest_collection_finish(session):
-    """Start the commands of test_smoke.py now, so that they run beside the other tests."""
+    """Start the commands of test_smoke.py and the job now, so that they run beside other tests."""
     for item in session.items:
-        if item.module.__name__ == "test_smoke" and not session.config.option.collectonly:
+        if session.config.option.collectonly:
+            return
+        if item.module.__name__ == "test_smoke":
             item.module.start(item.callspec.params["script"])
+        if "a_job_of_two_tasks" in item.name:
+            item.module.start_job()

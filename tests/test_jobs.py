@@ -5,6 +5,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 from conftest import GRID, ROOT
@@ -28,21 +31,30 @@ def start(folder, script, flags, **env):
     )
 
 
-def test_a_job_of_two_tasks_gives_the_numbers_of_one_process(tmp_path):
+@cache
+def start_job():
+    """Start a command alone, and as a job of two tasks. Return the processes and their folder."""
+    folder = tempfile.TemporaryDirectory()  # removed when Python ends
     # Six runs do not divide evenly among four devices.
     flags = "--num-seeds 3 --gamma 0.5 0.75 --total-timesteps 2500 --num-intervals 3 --save x.npz"
-    alone = start(tmp_path / "alone", GRID, flags)
-    tasks = []
+    processes = [start(Path(folder.name, "alone"), GRID, flags)]
     for number in ("0", "1"):
         task = {**SLURM, "SLURM_PROCID": number, "SLURM_LOCALID": number}
-        tasks.append(start(tmp_path / f"task {number}", GRID, f"{flags} --distributed", **task))
-    for process in (alone, *tasks):
+        path = Path(folder.name, f"task {number}")
+        processes.append(start(path, GRID, f"{flags} --distributed", **task))
+    return processes, folder
+
+
+def test_a_job_of_two_tasks_gives_the_numbers_of_one_process():
+    processes, folder = start_job()  # conftest.py has started it, before the first test
+    for process in processes:
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0 and errors == "", errors
         # Only the first task speaks. (Gloo, which connects them, prints a line of its own.)
-        assert ("compiled in" in output) == (process is not tasks[1])
-    assert not (tmp_path / "task 1" / "x.npz").exists()  # and only the first one writes
-    expected, job = np.load(tmp_path / "alone" / "x.npz"), np.load(tmp_path / "task 0" / "x.npz")
+        assert ("compiled in" in output) == (process is not processes[2])
+    alone, first, second = (Path(folder.name, name) for name in ("alone", "task 0", "task 1"))
+    assert not (second / "x.npz").exists()  # and only the first one writes
+    expected, job = np.load(alone / "x.npz"), np.load(first / "x.npz")
     for name in set(expected) - {"args", "compile_seconds", "train_seconds"}:
         np.testing.assert_array_equal(job[name], expected[name], err_msg=name)
 

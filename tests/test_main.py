@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pytest
-from conftest import LEARNERS, load
+from conftest import GRID, LEARNERS, PARALLEL, load
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -333,6 +333,7 @@ def test_main_keeps_nothing_between_two_calls(script, monkeypatch):
     np.testing.assert_array_equal(run_toy(script)["layer.kernel"], before + 100)
 
 
+@pytest.mark.parametrize("script", [PARALLEL, GRID], indirect=True)  # the others plot alike
 def test_a_figure_does_not_depend_on_a_matplotlibrc(script, tmp_path):
     pictures = []
     for settings in {}, {"text.usetex": True, "axes.prop_cycle": matplotlib.cycler(color="rgb")}:
