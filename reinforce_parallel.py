@@ -6,7 +6,7 @@
 # ///
 r"""REINFORCE on N episodes at a time, of different lengths, padded and masked.
 
-Each iteration plays N episodes with the current policy pi, then gives Adam the gradient estimate
+Each iteration plays N episodes with the current policy pi, then makes one Adam step along
 
     1/N sum_i sum_t mask_it (G_it - b_t) grad log pi(A_it | S_it),    G_it = R_it + gamma G_i,t+1
 
@@ -15,14 +15,15 @@ and 0 in the padding after it. The baseline b_t is the mean of all N returns to 
 has ended counts as 0. Returns stop at the time limit. However short the episodes are, all are
 simulated up to the time limit.
 
---sync truncation learns only from the steps before the shortest episode ends. This is biased: later
-rewards do not count. Where every step has the same reward, as in CartPole-v1, all returns are then
-equal, all advantages are 0, and nothing is learned.
+--sync truncation learns only from the steps before the shortest episode ends. This biases the
+gradient, because later rewards do not count. Where every step has the same reward, as in
+CartPole-v1, all returns are then equal, all advantages are 0, and nothing is learned.
 
     python reinforce_parallel.py --gif pole.gif    # CartPole-v1
     python reinforce_parallel.py --env-id Acrobot-v1 --num-envs 256 --num-iterations 50 \
         --learning-rate 0.03
-    python reinforce_parallel.py --env-id MountainCarContinuous-v0 --num-envs 64
+    python reinforce_parallel.py --env-id MountainCarContinuous-v0 --num-envs 64 \
+        --num-iterations 200 --learning-rate 0.005 --gamma 1
     python reinforce_parallel.py --env-id Pendulum-v1 --num-envs 128 --num-iterations 500
 
 Shapes: R runs, K intervals, U = interval_updates updates, N = num_envs episodes, T steps (the
@@ -255,9 +256,8 @@ def advantages(run, episodes):
     """Each return to go (N, T) minus the mean of all.
 
     The mean includes the episode's own return. So the expected gradient is (N - 1) / N times that
-    without a baseline; Adam's steps do not depend on such a factor. The factor gamma^t is left out,
-    as is common, although for gamma < 1 the result is not the gradient of any objective (Nota &
-    Thomas 2020).
+    without a baseline; Adam's steps do not depend on such a factor. Without the factor gamma^t, the
+    result is not the gradient of any objective if gamma < 1 (Nota & Thomas 2020).
     """
     returns = jax.vmap(partial(returns_to_go, run))(episodes.reward)
     # If all returns are equal, this gives exact zeros. Adam would turn rounding errors into steps.
