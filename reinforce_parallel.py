@@ -12,8 +12,8 @@ Each iteration plays N episodes with the current policy pi, then makes one Adam 
 
 (Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
 and 0 in the padding after it. The baseline b_t is the mean of all N returns to go; an episode that
-has ended counts as 0. Returns stop at the time limit. However short the episodes are, all are
-simulated up to the time limit.
+has ended counts as 0. The book's factor gamma^t is left out, as is common. Returns stop at the time
+limit. However short the episodes are, all are simulated up to the time limit.
 
 --sync truncation learns only from the steps before the shortest episode ends. This biases the
 gradient, because later rewards do not count. Where every step has the same reward, as in
