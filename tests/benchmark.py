@@ -355,7 +355,8 @@ def search():
 
     The same search for all scripts. First, all combinations of some values, five seeds each (0 to
     4): the picture shows their means. Then a look at the tail: the four best means run on 50 other
-    seeds (100 to 149). README.md has a setting with which all 50 reached the bound, if there is one.
+    seeds (100 to 149). README.md has a setting with which all 50 reached the bound, if there is
+    one.
 
     No cell of `parallel_td.py` is bright: without replay, none of 48 settings learns MountainCar-v0
     on every seed.
