@@ -413,7 +413,7 @@ def main(argv=None):
     return results
 
 
-RUNS_AT_ONCE = 5  # vmapped on a core of a CPU; the data of more would not fit into its cache
+RUNS_AT_ONCE = 10  # vmapped on a core of a CPU; the data of more would not fit into its cache
 COMPILER_OPTIONS = {  # on a CPU
     "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
     "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.1 to 1.3 times as fast

@@ -503,8 +503,9 @@ def peer():
 
     The comparison is not one of methods. rejax trains neural networks, which cost more here and
     learn tasks that radial basis functions cannot; its PPO and DQN are given half as many
-    environment steps as our linear learners. It runs as its README shows, by `jax.vmap` over seeds; our scripts
-    also divide the seeds among the cores. What is compared is how long a user waits for what.
+    environment steps as our linear learners. It runs as its README shows, by `jax.vmap` over seeds;
+    our scripts also divide the seeds among the cores. What is compared is how long a user waits for
+    what.
     """
     rows = []
     for script in [*TRIO, REINFORCE]:
