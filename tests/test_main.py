@@ -151,6 +151,12 @@ def test_a_mean_over_some_of_the_runs_says_so(toy):
     close(shown, [np.nanmean(returns_in(1)), 30, 45, STEPS])
 
 
+def test_a_mean_over_a_single_run_of_several_says_so(script):
+    """Of three runs, one has ended an episode since the line before."""
+    line = {"timesteps": np.array([8, 8, 8]), "returns": np.array([np.nan, 7.0, np.nan])}
+    close(numbers_in(script.describe(line, seconds=2.0)), [8, 7, 1, 3, 12])  # 24 steps in 2 s
+
+
 def test_a_metric_that_no_run_knows_is_nan(toy):
     assert all("nan" in text for text in toy.lines[2:6])
 

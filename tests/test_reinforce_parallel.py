@@ -8,7 +8,9 @@ from functools import partial
 from types import SimpleNamespace
 
 import gymnasium
+import gymnax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -197,19 +199,26 @@ def play_in_gymnasium(obs, choose):
     return seen
 
 
+class Pole(gymnax.environments.CartPole):
+    """A pole whose start is nan if the script forgets to pass the run's own parameters."""
+
+    def reset_env(self, key, params):
+        obs, state = super().reset_env(key, params)
+        return jnp.where(params.max_steps_in_episode == LIMIT, obs, jnp.nan), state
+
+
 @pytest.fixture(scope="module", params=["padding", "truncation"])
 def learning(request):
     """A record of two intervals of four updates, from five episodes each, and of an evaluation."""
     patch = pytest.MonkeyPatch()
     # 7 updates are rounded up to two intervals of 4.
     flags = "--num-iterations 7 --num-intervals 2 --num-envs 5 --eval-episodes 5 --hidden-size 8"
-    args = rp.parse_args([])
-    params = args.env_params.replace(max_steps_in_episode=LIMIT)
-    own = {"learning_rate": 0.05, "gamma": 0.9, "env_params": params}
+    params = Pole().default_params.replace(max_steps_in_episode=LIMIT)
+    own = {"learning_rate": 0.05, "gamma": 0.9, "env": Pole(), "env_params": params}
     run = one_run(rp, f"{flags} --sync {request.param}", **own)
     updates = watch(patch, rp, "policy_loss")
     plays = watch(patch, rp, "play", ordered=False)
-    starts = watch(patch, type(args.env), "reset", ordered=False)
+    starts = watch(patch, Pole, "reset", ordered=False)
     state, train = jit(rp.init_state, run)(), jit(rp.train_interval, run)
     first, halves = jax.device_get(state.params), []
     for _ in range(2):

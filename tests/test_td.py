@@ -25,8 +25,13 @@ SCALE = [2.4, 3.0, 0.2, 3.0]  # of CartPole-v1
 class Pole(gymnax.environments.CartPole):
     """A pole with rewards of 3.25 or 4.75, by action; what is observed after its fall is nan.
 
-    A reward tells its action, and nan shows wherever a terminal state is not cut off.
+    A reward tells its action, and nan shows wherever a terminal state is not cut off. What is
+    observed at the start is nan, too, if the script forgets to pass the run's own parameters.
     """
+
+    def reset_env(self, key, params):
+        obs, state = super().reset_env(key, params)
+        return jnp.where(params.max_steps_in_episode == LIMIT, obs, jnp.nan), state
 
     def step_env(self, key, state, action, params):
         obs, state, _, terminated, info = super().step_env(key, state, action, params)
