@@ -179,15 +179,15 @@ def test_each_setting_is_reported_with_its_values(script, toy):
 
 
 class OutputThatInterrupts(io.StringIO):
-    """Standard output. Ctrl-C follows a number of lines."""
+    """Standard output of a user who presses Ctrl-C after some lines: seen when they are flushed."""
 
     def __init__(self, lines):
         super().__init__()
         self.lines = lines
 
-    def write(self, text):
-        super().write(text)
-        if text.endswith("\n") and self.getvalue().count("\n") == self.lines:
+    def flush(self):
+        super().flush()
+        if self.getvalue().count("\n") == self.lines:
             raise KeyboardInterrupt
 
 
