@@ -277,6 +277,15 @@ def test_advantages_are_discounted_returns_to_go_less_their_mean(learning):
         close(update.advantage, returns[:, :-1] - returns[:, :-1].mean(axis=0))
 
 
+def test_the_loss_is_the_mean_over_episodes_of_minus_advantage_times_log_probability(learning):
+    for update in learning.updates:
+        log_pi = np.log(softmax(forward(update.params, update.episodes.obs), axis=-1))
+        taken = update.episodes.action[..., None]
+        log_prob = np.take_along_axis(log_pi, taken, axis=-1)[..., 0]  # (5, LIMIT)
+        terms = -update.advantage * log_prob
+        close(update.out, np.sum(terms, where=update.episodes.mask) / 5)
+
+
 def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
     slope = jit(jax.grad(rp.policy_loss, 1), learning.run)  # checked by enumeration, above
     adam = optax.adam(lambda count: 0.05 * (1 - count / 8))
