@@ -6,6 +6,7 @@ also passes after a change of the keys, or of the order in which they are split.
 """
 
 import argparse
+import gc
 import importlib
 import inspect
 import os
@@ -24,6 +25,7 @@ PARALLEL, REPLAY, DECAY, GRID, REINFORCE, CAR = SCRIPTS
 
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+gc.set_threshold(200_000)  # rarely: looking for garbage took a twentieth of the time
 # Programs of tests are short: compile them fast rather than well, and the same one once.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if version("jax").startswith("0.10."):  # jax 0.11 does not know this flag
