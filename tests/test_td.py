@@ -62,7 +62,7 @@ def learning(request):
     on_line = request.param == PARALLEL
     flags = "--total-timesteps 130" if on_line else "--total-timesteps 153 --buffer-size 200"
     flags += " --batch-size 10 --num-centers 9 --num-intervals 2"
-    own = {"learning_rate": 0.3, "gamma": 0.8, "sigma": 0.7, "tau": 0.3, "epsilon": 0.5}
+    own = {"learning_rate": 0.3, "gamma": 0.8, "sigma": 0.7, "tau": 0.4, "epsilon": 0.5}
     run = run_of(script, flags, **own)
     steps, updates = watch(patch, script, "vector_step"), watch(patch, script, "td_loss")
     first = jit(script.init_state, run)()
@@ -146,7 +146,7 @@ def test_targets_bootstrap_from_what_follows_unless_it_is_terminal(learning):
         next_q = features(learning.run, update.params, update.batch.next_obs) @ weights.T
         value = np.where(update.batch.terminated, 0, next_q.max(axis=1))
         close(update.targets, update.batch.reward + 0.8 * value, rtol=1e-4)
-        rate = 1 if learning.on_line else 0.3  # tau
+        rate = 1 if learning.on_line else 0.4  # tau
         weights = weights + rate * (after["weights"] - weights)
 
 
