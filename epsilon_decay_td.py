@@ -118,8 +118,8 @@ def parse_args(argv=None):
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     args.swept = tuple(swept)
-    # Change the environment or its parameters here. Copied, because gymnax compiles the steps of an
-    # object once, and would ignore what you change in it afterwards.
+    # Change the environment or its parameters here. (Parameters that are swept: in `vectorize`.)
+    # Copied, because gymnax compiles the steps of an object once, and would ignore later changes.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     obs_shape = args.env.observation_space(args.env_params).shape
     if len(OBS_SCALE[args.env_id]) != math.prod(obs_shape):
@@ -166,10 +166,11 @@ class TrainState(NamedTuple):
 
 
 def optimizer(run):
-    """Make Adam for the weights. Its learning rate falls linearly to 0, over num_updates calls.
+    """Make Adam for the weights. Its learning rate falls linearly to 0, over num_updates steps.
 
-    The centers are frozen: Adam does not see them. Put gradient clipping or weight decay in the
-    place of Adam, too: optax.chain(..., adam).
+    If an update makes several steps, multiply num_updates by their number. The centers are frozen:
+    Adam does not see them. Put gradient clipping or weight decay in the place of Adam, too:
+    optax.chain(..., adam).
     """
     adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
     return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
@@ -340,7 +341,10 @@ def evaluate(run, state):
 
 
 def report(learned):
-    """Describe what the runs of a setting learned."""
+    """Describe what the runs of a setting learned.
+
+    `main` first tries it on zeros, so that a mistake here shows before training.
+    """
     means = learned["greedy_return"].mean(axis=1)  # one for each run
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
 
@@ -357,9 +361,7 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, num_rows = divide(args, num_runs)
-    # Copies of the first runs fill up the devices. `gather` cuts them off.
-    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
+    devices, at_once, rows = divide(args, columns)  # rows: `columns`, and copies that fill devices
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     first = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if first else lambda *_: None
@@ -369,12 +371,13 @@ def main(argv=None):
     state = over_runs(init_state)(rows)
     train = over_runs(train_interval).lower(rows, state)
     finish = over_runs(evaluate).lower(rows, state)
-    check_results(columns, state, train.out_info, finish.out_info)  # shapes and types, not numbers
+    check_results(columns, state, *train.out_info, finish.out_info)  # shapes and types, no numbers
+    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[: args.num_seeds], finish.out_info))
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
 
-    lines, num_lines, timesteps = [], 0, 0
+    lines, num_lines, timesteps, interrupted = [], 0, 0, False
     began = time.perf_counter()
     try:
         while num_lines < args.num_intervals:
@@ -388,17 +391,18 @@ def main(argv=None):
     except KeyboardInterrupt:
         if args.distributed or num_lines == 0:
             raise
-        show(f"interrupted: the results are those of line {num_lines}")
+        interrupted = True
+        show(f"interrupted: evaluates what was learned up to line {num_lines}")
 
     learned = gather(finish(rows, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
-    curves = {name: np.stack([line[name] for line in lines[:num_lines]]) for name in lines[0]}
+    curves = stack(lines[:num_lines])
     results = {
         "args": flags,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "interrupted": num_lines < args.num_intervals,
+        "interrupted": interrupted,
         **columns,  # (R,) each
         **curves,  # (K, R) each
         **flat(learned),
@@ -465,7 +469,7 @@ def output(*endings):
     """Make an argparse type: a file that can be written, with one of these endings."""
 
     def parse(path):
-        target = path if os.path.exists(path) else os.path.join(os.path.dirname(path), ".")
+        target = path if os.path.lexists(path) else os.path.join(os.path.dirname(path), ".")
         if not path.endswith(endings) or os.path.isdir(path) or not os.access(target, os.W_OK):
             text = f"{path!r} is not a {' or '.join(endings)} file that can be written"
             raise argparse.ArgumentTypeError(text)
@@ -488,8 +492,11 @@ def settings_and_seeds(args):
     """
     swept = {name: getattr(args, name) for name in args.swept}
     for name, values in swept.items():
-        if np.array(values).ndim != 1 or np.array(values).dtype.kind not in "biuf":
-            raise ValueError(f"--{name} is swept, so it takes numbers. Declare it by `flag`.")
+        array = np.array(values)
+        fits = array.dtype.kind in "bf" or (array.dtype.kind in "iu" and abs(array).max() < 2**31)
+        if array.ndim != 1 or not fits:
+            text = "so it takes a list of numbers, and integers below 2^31"
+            raise ValueError(f"{name} is swept, {text}. Declare other flags by `flag`.")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -499,20 +506,23 @@ def settings_and_seeds(args):
     return {name: np.array([run[name] for run in runs]) for name in runs[0]}, labels
 
 
-def divide(args, num_runs):
+def divide(args, columns):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    Return the devices, the runs in a batch, and the runs on all devices. On 16 cores, 40 runs are 3
-    on each of 14, so 42; 300 runs are 19 on each, so 3 batches of 7 if at most 8 fit, and 336.
+    On 16 cores, 40 runs are 3 on each of 14, so 42 rows; 300 runs are 19 on each, so 3 batches of 7
+    if at most 8 fit, and 336 rows. Return the devices, the runs in a batch, and the rows: what
+    differs between runs, with copies of the first runs, which `gather` cuts off again.
     """
-    devices, num_batches = jax.devices(), 1
+    devices, num_batches, num_runs = jax.devices(), 1, len(columns["seed"])
     per_device = math.ceil(num_runs / len(devices))
     if not args.distributed:  # in a job, each process needs all of its devices
         devices = devices[: math.ceil(num_runs / per_device)]
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
     at_once = math.ceil(per_device / num_batches)
-    return devices, at_once, len(devices) * num_batches * at_once
+    num_rows = len(devices) * num_batches * at_once
+    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
+    return devices, at_once, rows
 
 
 def vectorize(function, args, devices, at_once):
@@ -524,7 +534,8 @@ def vectorize(function, args, devices, at_once):
 
     def one_run(inputs):
         own, *arrays = inputs
-        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
+        run = argparse.Namespace(**{**vars(args), **own})
+        return function(run, *arrays)
 
     def one_device(*inputs):
         return jax.lax.map(one_run, inputs, batch_size=at_once)
@@ -555,21 +566,26 @@ def flat(tree):
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
 
 
-def check_results(columns, state, trained, learned):
+def check_results(flags, state, next_state, *results):
     """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
-    next_state, metrics = trained
-    before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in (state, next_state))
+    before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
     if before != after:
-        raise TypeError("train_interval must return a state of the same shapes and types")
-    arrays = [*flat(metrics).items(), *flat(learned).items()]
+        raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
+    arrays = [item for tree in results for item in flat(tree).items()]
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
-    names += [*columns, *(name for name, _ in arrays)]
-    for name, array in arrays:
+    names += [*flags, *(name for name, _ in arrays)]
+    for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{name!r} is taken, by a flag or a result: rename this metric")
+            raise ValueError(f"two results, or a flag and a result, have the name {name!r}")
+    for name, array in arrays:
         if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
             raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
-    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), learned))  # so a mistake shows now
+
+
+def stack(lines):
+    """Make {name: (K, ...)} of dictionaries. A name may be missing in some of them."""
+    names = {name: None for line in lines for name in line}
+    return {name: np.stack([line[name] for line in lines if name in line]) for name in names}
 
 
 def describe(line, seconds):

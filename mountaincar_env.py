@@ -200,7 +200,7 @@ def play(run, key):
         return (next_obs, env_state, mask & jnp.logical_not(terminated), totals), kept
 
     key_reset, key_action, key_step = jax.random.split(key, 3)
-    time_limit = PARAMS.max_steps_in_episode
+    time_limit = int(PARAMS.max_steps_in_episode)
     uniform = jax.random.uniform(key_action, time_limit)  # (T,) faster than one draw in each step
     keys = jax.random.split(key_step, time_limit)  # XLA leaves them out if none is used
     obs, env_state = ENV.reset_env(key_reset, PARAMS)
@@ -224,16 +224,15 @@ def rollout(run, key):
         return key, play(run, key_play)
 
     key, (totals, steps) = jax.lax.scan(episode, key, length=run.interval_episodes)  # (M, ...)
-    return key, jax.tree.map(jnp.sum, totals), steps
+    return key, jax.tree.map(partial(jnp.sum, axis=0), totals), steps
 
 
 def main(argv=None):
     """Roll out and report. Return what --save writes; without --save, no steps. Ctrl-C ends it."""
     args = parse_args(argv)  # None: those of the command line; in a notebook, call main([])
     flags = json.dumps(vars(args), default=as_json)
-    devices, at_once, num_rows = divide(args, args.num_envs)
-    # Copies of the first cars fill up the devices. `gather` cuts them off.
-    rows = {"seed": np.resize(args.seed + np.arange(args.num_envs), num_rows)}
+    seeds = {"seed": args.seed + np.arange(args.num_envs)}
+    devices, at_once, rows = divide(args, seeds)  # rows: the seeds, and copies that fill devices
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     first = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if first else lambda *_: None
@@ -241,7 +240,9 @@ def main(argv=None):
 
     began = time.perf_counter()
     state = over_runs(init_state)(rows)
-    roll = over_runs(rollout).lower(rows, state).compile()
+    roll = over_runs(rollout).lower(rows, state)
+    check_results(["rollout_seconds", "episodes"], state, *roll.out_info)
+    roll = roll.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
 
@@ -255,7 +256,7 @@ def main(argv=None):
             if np.any(totals["terminations"] + totals["truncations"] != args.interval_episodes):
                 raise ValueError("an episode did not end: step_env must add 1 to state.time")
             timesteps = timesteps + totals["timesteps"].sum(dtype=np.int64)  # so far
-            means = {name: array.mean() / args.interval_episodes for name, array in totals.items()}
+            means = {name: x.mean(axis=0) / args.interval_episodes for name, x in totals.items()}
             episodes = (i + 1) * args.interval_episodes
             metrics = {**means, "episodes": episodes, "timesteps": timesteps}
             history.append((metrics, gather(steps, args.num_envs)))
@@ -278,7 +279,7 @@ def main(argv=None):
     }
     if args.save:
         steps = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *steps)
-        results = dict(**results, **flat(steps))  # (N, episodes, T, ...); refuses a name twice
+        results = {**results, **flat(steps)}  # (N, episodes, T, ...) each
     if first and args.save:
         np.savez(args.save, **results)
     return results
@@ -311,7 +312,7 @@ def output(*endings):
     """Make an argparse type: a file that can be written, with one of these endings."""
 
     def parse(path):
-        target = path if os.path.exists(path) else os.path.join(os.path.dirname(path), ".")
+        target = path if os.path.lexists(path) else os.path.join(os.path.dirname(path), ".")
         if not path.endswith(endings) or os.path.isdir(path) or not os.access(target, os.W_OK):
             text = f"{path!r} is not a {' or '.join(endings)} file that can be written"
             raise argparse.ArgumentTypeError(text)
@@ -327,20 +328,23 @@ def as_json(value):
     return re.sub(" at 0x[0-9a-f]+", "", str(value))  # no address: it differs between commands
 
 
-def divide(args, num_runs):
+def divide(args, columns):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    Return the devices, the runs in a batch, and the runs on all devices. On 16 cores, 40 runs are 3
-    on each of 14, so 42; 300 runs are 19 on each, so 3 batches of 7 if at most 8 fit, and 336.
+    On 16 cores, 40 runs are 3 on each of 14, so 42 rows; 300 runs are 19 on each, so 3 batches of 7
+    if at most 8 fit, and 336 rows. Return the devices, the runs in a batch, and the rows: what
+    differs between runs, with copies of the first runs, which `gather` cuts off again.
     """
-    devices, num_batches = jax.devices(), 1
+    devices, num_batches, num_runs = jax.devices(), 1, len(columns["seed"])
     per_device = math.ceil(num_runs / len(devices))
     if not args.distributed:  # in a job, each process needs all of its devices
         devices = devices[: math.ceil(num_runs / per_device)]
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
     at_once = math.ceil(per_device / num_batches)
-    return devices, at_once, len(devices) * num_batches * at_once
+    num_rows = len(devices) * num_batches * at_once
+    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
+    return devices, at_once, rows
 
 
 def vectorize(function, args, devices, at_once):
@@ -352,7 +356,8 @@ def vectorize(function, args, devices, at_once):
 
     def one_run(inputs):
         own, *arrays = inputs
-        return function(argparse.Namespace(**{**vars(args), **own}), *arrays)
+        run = argparse.Namespace(**{**vars(args), **own})
+        return function(run, *arrays)
 
     def one_device(*inputs):
         return jax.lax.map(one_run, inputs, batch_size=at_once)
@@ -381,6 +386,22 @@ def flat(tree):
     if len(set(names)) < len(names):
         raise ValueError(f"two arrays have the same name: {sorted(names)}")
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
+
+
+def check_results(flags, state, next_state, *results):
+    """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
+    before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
+    if before != after:
+        raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
+    arrays = [item for tree in results for item in flat(tree).items()]
+    names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
+    names += [*flags, *(name for name, _ in arrays)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two results, or a flag and a result, have the name {name!r}")
+    for name, array in arrays:
+        if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
+            raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
 
 
 if __name__ == "__main__":

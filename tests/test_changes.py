@@ -204,15 +204,6 @@ def test_a_metric_with_the_name_of_another_result_is_refused_before_training(nam
         module.main(TD_FLAGS.split())
 
 
-def test_two_metrics_of_the_same_joined_name_are_refused():
-    same = """
-     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
-+    metrics |= {"a.b": jnp.max(values), "a": {"b": jnp.min(values)}}
-"""
-    with pytest.raises(ValueError, match=r"a\.b"):
-        run(PARALLEL, same)
-
-
 OWN_METRICS = """
      metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
 +    metrics |= {"of_each": errors, "q": {"max": jnp.max(values)}}
@@ -240,14 +231,21 @@ def test_metrics_may_be_nested():
 
 def test_greedy_returns_at_every_line_change_nothing_that_is_learned():
     """Because `evaluate` draws from a key that training does not use."""
-    greedy = """
-     returns = means.pop("return_sum") / means.pop("episodes")
-+    means["greedy"] = jnp.mean(evaluate(run, state)["greedy_return"])
-"""
-    results = run(PARALLEL, greedy)
+    recipe = re.search(r"\*\*Greedy returns at every line.*?```diff\n(.*?)```", README, re.DOTALL)
+    results = run(PARALLEL, recipe[1])
     assert results["greedy"].shape == (2, 1)
     assert results["greedy"][-1, 0] == results["greedy_return"].mean()
     np.testing.assert_allclose(results["returns"], unchanged(PARALLEL)["returns"])
+
+
+def test_a_loop_that_is_left_early_is_not_interrupted():
+    early = """
+             show(describe(lines[-1], train_seconds))
++            break
+"""
+    results = run(PARALLEL, early)
+    assert results["returns"].shape == (1, 1)  # one line of two
+    assert not results["interrupted"]
 
 
 # Flags
@@ -281,9 +279,9 @@ def test_a_list_among_the_flags_is_not_swept():
 def test_a_swept_flag_takes_numbers_or_is_refused():
     module = changed(PARALLEL)
     args = module.parse_args([])
-    for values in ["relu"], [[0.1, 0.2]]:
+    for values in ["relu"], [[0.1, 0.2]], 0.5, [2**31], [10**30]:  # jax has 32 bits
         args.gamma = values
-        with pytest.raises(ValueError, match="--gamma is swept"):
+        with pytest.raises(ValueError, match="gamma is swept"):
             module.settings_and_seeds(args)
 
 
@@ -376,6 +374,36 @@ def test_a_changed_setting_of_an_environment_is_used_by_the_next_call(monkeypatc
     assert module.main(TD_FLAGS.split())["returns"][0] > 1.5 * before[0]
 
 
+@pytest.mark.parametrize("script", [PARALLEL, REINFORCE])
+def test_parameters_of_an_environment_may_be_arrays(script):
+    arrays = """
+     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
++    args.env_params = jax.tree.map(jnp.array, args.env_params)
+"""
+    results = run(script, arrays)
+    np.testing.assert_allclose(results["returns"], unchanged(script)["returns"])
+
+
+def test_a_move_of_the_grid_world_without_a_sign_is_refused(capsys):
+    still = """
+-MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left, up: row, column
++MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0], [0, 0]])
+"""
+    with pytest.raises(SystemExit):
+        run(GRID, still)
+    assert "SIGNS" in capsys.readouterr().err
+
+
+def test_a_table_of_integers_is_refused():
+    """Updates would be rounded."""
+    optimistic = """
+-        q_table=jnp.zeros((*run.grid_size, len(MOVES))),
++        q_table=jnp.full((*run.grid_size, len(MOVES)), 10),
+"""
+    with pytest.raises(TypeError, match="q_table='int32"):
+        run(GRID, optimistic)
+
+
 # The docstring of the grid world says what slippery ground takes: another draw, many episodes.
 SLIPPERY = """
 -def env_step(run, cell, action):
@@ -423,6 +451,13 @@ def test_a_program_that_imports_a_script_may_have_a_flag_distributed_of_its_own(
 ):
     monkeypatch.setattr(sys, "argv", ["program.py", "--distributed"])
     assert callable(changed(script).main)  # it was imported anew, and joined no job
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_importing_a_script_keeps_the_backend_of_matplotlib(script, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "svg")
+    changed(script)
+    assert os.environ["MPLBACKEND"] == "svg"
 
 
 @pytest.mark.parametrize("script", [GRID, "mountaincar_env.py"])

@@ -49,7 +49,19 @@ REFUSED = [
     ("env-id", ["cartpole-v1", "MNISTBandit-bsuite", ""]),
     ("policy", ["x", ""]),
     ("sync", ["x", ""]),
-    ("save", ["x", "x.txt", "missing/x.npz", ".", "missing.npz/", "folder.npz", "file/x.npz"]),
+    (
+        "save",
+        [
+            "x",
+            "x.txt",
+            "missing/x.npz",
+            ".",
+            "missing.npz/",
+            "folder.npz",
+            "file/x.npz",
+            "link.npz",
+        ],
+    ),
     ("plot", ["x", "x.npz", "missing/x.png", "folder.png"]),
     ("gif", ["x", "x.png", "missing/x.gif"]),
 ]
@@ -89,6 +101,7 @@ def test_a_wrong_value_is_refused_by_name(script, flag, values, refusal, tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "folder.npz").mkdir()
+    (tmp_path / "link.npz").symlink_to("missing/x.npz")
     (tmp_path / "folder.png").mkdir()
     for value in values:
         error = refusal(script, f"--{flag}", *(value.split() or [""]))

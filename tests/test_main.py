@@ -2,7 +2,7 @@
 
 A toy takes the place of the algorithm in each learner. Its numbers follow from the flags of a run,
 so each test knows what must be printed, saved or drawn. The toy has 15 settings of three seeds:
-three learning rates, five discount factors, seeds 4 to 6.
+three learning rates, five discount factors, seeds 7 to 9.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -24,8 +25,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 close = partial(np.testing.assert_allclose, rtol=1e-3)  # lines show four digits
-RATES, GAMMAS, SEEDS = [0.5, 0.125, 0.25], [0.5, 0.75, 1.0, 0.25, 0.625], [4, 5, 6]
-FLAGS = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.625 --num-seeds 3 --seed 4"
+RATES, GAMMAS, SEEDS = [0.5, 0.125, 0.25], [0.5, 0.75, 1.0, 0.25, 0.625], [7, 8, 9]
+FLAGS = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.625 --num-seeds 3 --seed 7"
 STEPS = 2**30  # in each of four intervals: together more than 32 bits can count
 
 # What is known of the 45 runs, (45,) each: seeds change fastest, then gamma.
@@ -40,8 +41,8 @@ def state_after(lines):
 
 
 def returns_in(line):
-    """The toy's returns. Runs of seed 4 have none in the first line."""
-    return np.where((seed == 4) & (line == 1), np.nan, state_after(line) * gamma)
+    """The toy's returns. Runs of seed 7 have none in the first line."""
+    return np.where((seed == 7) & (line == 1), np.nan, state_after(line) * gamma)
 
 
 @pytest.fixture(scope="module", params=LEARNERS)
@@ -53,9 +54,9 @@ def script(request):
         return run.seed + 0.0
 
     def train_interval(run, state):
-        state = state + run.learning_rate  # of seed 4: 4 + rate, then 4 + 2 rate, ...
-        in_first_line = state < 4 + 1.5 * run.learning_rate
-        returns = jnp.where((run.seed == 4) & in_first_line, jnp.nan, state * run.gamma)
+        state = state + run.learning_rate  # of seed 7: 7 + rate, then 7 + 2 rate, ...
+        in_first_line = state < 7 + 1.5 * run.learning_rate
+        returns = jnp.where((run.seed == 7) & in_first_line, jnp.nan, state * run.gamma)
         return state, {"timesteps": jnp.array(STEPS), "returns": returns, "unknown": jnp.nan}
 
     def evaluate(run, state):
@@ -120,6 +121,19 @@ def test_the_file_holds_what_main_returns(toy):
     assert flags["gamma"] == GAMMAS and flags["num_seeds"] == 3
 
 
+def test_flags_of_any_type_are_saved(script, monkeypatch):
+    parse_args = script.parse_args
+
+    def with_own_flags(argv):
+        args = parse_args(argv)
+        args.folder, args.bins = Path("a/b"), np.arange(3)
+        return args
+
+    monkeypatch.setattr(script, "parse_args", with_own_flags)
+    flags = json.loads(run_toy(script)["args"])
+    assert flags["folder"] == "a/b" and flags["bins"] == [0, 1, 2]
+
+
 def test_seconds_of_compiling_and_training_are_parts_of_those_of_the_command(toy):
     compiling, training = toy.file["compile_seconds"], toy.file["train_seconds"]
     assert compiling > 0 and training > 0 and compiling + training < toy.elapsed
@@ -146,7 +160,7 @@ def test_a_line_shows_the_steps_of_a_run_and_the_mean_return_of_all(toy):
 
 
 def test_a_mean_over_some_of_the_runs_says_so(toy):
-    """In the first line, the 15 runs of seed 4 have no return."""
+    """In the first line, the 15 runs of seed 7 have no return."""
     *shown, _ = shown_in_line(toy, 1)
     close(shown, [np.nanmean(returns_in(1)), 30, 45, STEPS])
 
@@ -170,10 +184,10 @@ def test_each_setting_is_reported_with_its_values(script, toy):
     parts = re.split("learning.rate", "\n".join(toy.lines))[-15:]
     settings = [(rate, gamma) for rate in RATES for gamma in GAMMAS]
     for text, (own_rate, own_gamma) in zip(parts, settings, strict=True):
-        learned = 5 + 4 * own_rate  # the mean over seeds 4 to 6
+        learned = 8 + 4 * own_rate  # the mean over seeds 7 to 9
         expected = [own_rate, own_gamma, learned, learned - 1]  # and that of the worst run
         if script.__name__.startswith("gridworld"):
-            expected = [own_rate, own_gamma, learned, 3, 3, 6]  # 3 of 3 arrive, in at most 6 steps
+            expected = [own_rate, own_gamma, learned, 3, 3, 9]  # 3 of 3 arrive, in at most 9 steps
         shown = numbers_in(text.splitlines()[0])
         np.testing.assert_allclose(sorted(shown), sorted(expected), atol=0.05)
 
@@ -207,6 +221,13 @@ def test_ctrl_c_before_the_first_line_ends_the_run(script, monkeypatch):
         run_toy(script)
 
 
+def test_a_result_that_only_some_lines_have_is_saved(script, monkeypatch):
+    """As after lines[-1]["own"] = ... in a loop that was interrupted, or in every other line."""
+    lines = [{"returns": np.array([1.0, 2.0])}, {"returns": np.array([3.0, 4.0]), "own": 5.0}]
+    curves = script.stack(lines)
+    assert curves["returns"].tolist() == [[1, 2], [3, 4]] and curves["own"].tolist() == [5]
+
+
 def test_one_run_takes_one_device(script, capsys):
     script.main([])
     assert numbers_in(capsys.readouterr().out.splitlines()[0]) == [1, 1]  # run, device
@@ -221,18 +242,22 @@ def test_copies_of_runs_that_fill_up_devices_are_in_no_result(script, capsys):
 def test_runs_are_divided_into_equal_batches(script, monkeypatch):
     """Four devices. A remainder would be compiled apart, so batches are equal."""
     monkeypatch.setattr(script, "RUNS_AT_ONCE", 4)
-    args = SimpleNamespace(distributed=False)
-    devices, at_once, num_rows = script.divide(args, 1)
-    assert (len(devices), at_once, num_rows) == (1, 1, 1)
-    devices, at_once, num_rows = script.divide(args, 9)
-    assert (len(devices), at_once, num_rows) == (3, 3, 9)  # three on each, all at once
-    devices, at_once, num_rows = script.divide(args, 22)
-    assert (len(devices), at_once, num_rows) == (4, 3, 24)  # six on each: two batches of three
+
+    def divided(num_runs):
+        columns = {"seed": np.arange(num_runs)}
+        devices, at_once, rows = script.divide(SimpleNamespace(distributed=False), columns)
+        return len(devices), at_once, rows["seed"].tolist()
+
+    assert divided(1) == (1, 1, [0])
+    assert divided(9) == (3, 3, [*range(9)])  # three on each, all at once
+    assert divided(22) == (4, 3, [*range(22), 0, 1])  # six on each: two batches of three
 
 
 def test_a_job_uses_all_devices_even_for_one_run(script):
-    devices, *_ = script.divide(SimpleNamespace(distributed=True), 1)
+    args = SimpleNamespace(distributed=True)
+    devices, at_once, rows = script.divide(args, {"seed": np.array([5])})
     assert devices == jax.devices()
+    assert (at_once, rows["seed"].tolist()) == (1, [5, 5, 5, 5])
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 100])
@@ -303,7 +328,29 @@ def untrained(script, monkeypatch):
 @pytest.mark.parametrize("name", ["gamma", "seed", "returns", "timesteps", "args", "file"])
 def test_a_result_whose_name_is_taken_is_refused_before_training(untrained, name, monkeypatch):
     monkeypatch.setattr(untrained, "evaluate", returning(untrained, **{name: jnp.array(1.0)}))
-    with pytest.raises(ValueError, match=f"'{name}' is taken"):
+    with pytest.raises(ValueError, match=f"the name '{name}'"):
+        run_toy(untrained)
+
+
+@pytest.mark.parametrize("name", ["file", "train_seconds"])
+def test_a_swept_flag_whose_name_is_taken_is_refused_before_training(untrained, name, monkeypatch):
+    parse_args = untrained.parse_args
+
+    def with_flag(argv):
+        args = parse_args(argv)
+        vars(args)[name] = [1.0, 2.0]
+        args.swept += (name,)
+        return args
+
+    monkeypatch.setattr(untrained, "parse_args", with_flag)
+    with pytest.raises(ValueError, match=f"the name '{name}'"):
+        run_toy(untrained)
+
+
+def test_two_results_of_the_same_joined_name_are_refused_before_training(untrained, monkeypatch):
+    twice = {"a.b": jnp.array(1.0), "a": {"b": jnp.array(2.0)}}
+    monkeypatch.setattr(untrained, "evaluate", returning(untrained, **twice))
+    with pytest.raises(ValueError, match=r"a\.b"):
         run_toy(untrained)
 
 
@@ -315,13 +362,20 @@ def test_a_result_that_numpy_cannot_save_is_refused_before_training(untrained, m
 
 def test_a_state_whose_type_changes_is_refused_before_training(untrained, monkeypatch):
     monkeypatch.setattr(untrained, "init_state", lambda run: run.seed)  # then a float
-    with pytest.raises(TypeError, match="same shapes and types"):
+    with pytest.raises(TypeError, match="changes its shapes or types"):
         run_toy(untrained)
 
 
 def test_a_report_that_fails_is_refused_before_training(untrained, monkeypatch):
     monkeypatch.setattr(untrained, "report", lambda learned: learned["no such result"])
     with pytest.raises(KeyError):
+        run_toy(untrained)
+
+
+def test_a_report_is_tried_on_as_many_runs_as_it_will_get(untrained, monkeypatch):
+    """On the three of one setting, not on all 45."""
+    monkeypatch.setattr(untrained, "report", lambda learned: learned["layer"]["kernel"][3])
+    with pytest.raises(IndexError):
         run_toy(untrained)
 
 

@@ -1,6 +1,7 @@
 """mountaincar_env.py against Gymnasium's and gymnax's MountainCar, and what a rollout counts."""
 
 import itertools
+import time
 from types import SimpleNamespace
 
 import gymnasium
@@ -204,6 +205,28 @@ def test_ctrl_c_keeps_the_episodes_so_far(short, monkeypatch):
     equal(cut["obs"], whole["obs"][:, :4])
 
 
+def test_ctrl_c_before_the_first_line_ends_the_rollout(short, monkeypatch):
+    monkeypatch.setattr("sys.stdout", OutputThatInterrupts(lines=2))  # devices, compiling
+    with pytest.raises(KeyboardInterrupt):
+        short("--num-envs 9")
+
+
+def test_seconds_of_compiling_and_of_the_rollout_are_parts_of_those_of_the_command(short):
+    began = time.perf_counter()
+    results = short("--num-envs 9")
+    elapsed = time.perf_counter() - began
+    compiling, rolling = results["compile_seconds"], results["rollout_seconds"]
+    assert compiling > 0 and rolling > 0 and compiling + rolling < elapsed
+
+
+def test_cars_are_divided_into_equal_batches(monkeypatch):
+    monkeypatch.setattr(car, "RUNS_AT_ONCE", 4)
+    args, seeds = SimpleNamespace(distributed=False), {"seed": np.arange(22)}
+    devices, at_once, rows = car.divide(args, seeds)
+    assert len(devices) == 4 and at_once == 3  # six on each: two batches of three
+    assert rows["seed"].tolist() == [*range(22), 0, 1]
+
+
 def test_rocking_pushes_in_the_direction_of_motion(short):
     rocking = short("--num-envs 9 --policy rocking")
     equal(rocking["action"], np.where(rocking["obs"][..., 1] < 0, 0, 2))
@@ -242,6 +265,47 @@ def test_a_class_without_terminal_states_runs_to_the_time_limit(short, monkeypat
     monkeypatch.setattr(car, "ENV", WithoutAnEnd())
     results = short("--num-envs 9")
     assert results["mask"].all() and np.all(results["truncations"] == 1)
+
+
+def test_parameters_may_be_arrays(short, monkeypatch):
+    monkeypatch.setattr(car, "PARAMS", jax.tree.map(jnp.array, car.PARAMS))
+    assert short("--num-envs 9")["obs"].shape == (9, 6, 20, 2)
+
+
+def changed_rollout(monkeypatch, **more):
+    """Let `play` return more totals."""
+    play = car.play
+
+    def with_more(run, key):
+        totals, steps = play(run, key)
+        return {**totals, **more}, steps
+
+    monkeypatch.setattr(car, "play", with_more)
+
+
+@pytest.mark.parametrize("name", ["reward", "episodes", "args"])
+def test_a_total_whose_name_is_taken_is_refused_before_the_rollout(short, monkeypatch, name):
+    changed_rollout(monkeypatch, **{name: jnp.array(1.0)})
+    with pytest.raises(ValueError, match=f"the name '{name}'"):
+        short("--num-envs 9")
+
+
+def test_a_total_may_be_an_array(short, monkeypatch):
+    """It is averaged over cars and episodes, not over its entries."""
+    changed_rollout(monkeypatch, pair=jnp.array([2.0, 5.0]))
+    results = short("--num-envs 9 --num-intervals 3")
+    close(results["pair"], [[2, 5], [2, 5], [2, 5]])
+
+
+class HalfPrecision(car.MountainCar):
+    def observe(self, key, state, action, params):
+        return super().observe(key, state, action, params).astype(jnp.bfloat16)
+
+
+def test_what_numpy_cannot_save_is_refused_before_the_rollout(short, monkeypatch):
+    monkeypatch.setattr(car, "ENV", HalfPrecision())
+    with pytest.raises(TypeError, match="bfloat16"):
+        short("--num-envs 9")
 
 
 def test_a_file_of_too_many_steps_is_refused(capsys):

@@ -52,6 +52,15 @@ def test_the_recipe_for_a_metric_applies():
     assert changed(PARALLEL, block("**A metric**", "diff"))
 
 
+def test_a_parameter_of_the_environment_may_be_swept():
+    """A cart without gravity does not let the pole fall, so its episodes are longer."""
+    module = changed(PARALLEL, block("**Sweep a parameter of the environment**", "diff"))
+    results = module.main([*FLAGS[PARALLEL].split(), "--gravity", "9.8", "0.001", "60"])
+    assert results["gravity"].tolist() == [9.8, 0.001, 60]
+    earth, none, star = results["returns"].mean(axis=0)
+    assert none > earth > star
+
+
 def test_the_recipe_for_a_logger_gives_it_every_line():
     logged = []
     logger = type("wandb", (), {"log": logged.append})
