@@ -62,14 +62,7 @@ MAX_PRINTED = 4000  # entries of a table
 
 def parse_args(argv=None):
     """Read and check the flags. Those declared by `sweep` take several values: all are combined."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.allow_abbrev = False
-    flag, swept = parser.add_argument, []
-
-    def sweep(name, **more):
-        action = flag(name, nargs="+", **more)
-        swept.append(action.dest)
-
+    parser, flag, sweep = make_parser()
     count, unit, side = number(int, 1, 1e6), number(float, 0, 1), number(int, 2, 1e3)
     flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs (agents) of each setting")
@@ -91,7 +84,6 @@ def parse_args(argv=None):
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     if len(SIGNS) != len(MOVES):
         parser.error("SIGNS must hold a sign for each of MOVES")
-    args.swept = tuple(swept)
     num_blocks = math.ceil(args.total_timesteps / BLOCK)
     args.interval_blocks = math.ceil(num_blocks / args.num_intervals)
     args.num_intervals = math.ceil(num_blocks / args.interval_blocks)
@@ -335,6 +327,20 @@ def plot(path, labels, tables):
 
 # From here on, nothing is about learning: the helpers of `parse_args` and `main`, the same in all
 # learners.
+
+
+def make_parser():
+    """Make a parser, and functions that add a flag of one value, and a swept flag of several."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
+    swept = []
+    parser.set_defaults(swept=swept)  # so args.swept has the names of all swept flags
+
+    def sweep(name, **more):
+        action = parser.add_argument(name, nargs="+", **more)
+        swept.append(action.dest)
+
+    return parser, parser.add_argument, sweep
 
 
 def number(kind, low, high):

@@ -68,14 +68,7 @@ OBS_SCALE = {
 
 def parse_args(argv=None):
     """Read and check the flags. Those declared by `sweep` take several values: all are combined."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.allow_abbrev = False
-    flag, swept = parser.add_argument, []
-
-    def sweep(name, **more):
-        action = flag(name, nargs="+", **more)
-        swept.append(action.dest)
-
+    parser, flag, sweep = make_parser()
     count, unit, width = number(int, 1, 1e6), number(float, 0, 1), number(float, 1e-3, 1e3)
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
     flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
@@ -101,7 +94,6 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
-    args.swept = tuple(swept)
     # Change the environment or its parameters here. (Parameters that are swept: in `vectorize`.)
     # Copied, because gymnax compiles the steps of an object once, and would ignore later changes.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
@@ -405,6 +397,20 @@ def plot(path, labels, timesteps, returns):
 
 # From here on, nothing is about learning: the helpers of `parse_args` and `main`, the same in all
 # learners.
+
+
+def make_parser():
+    """Make a parser, and functions that add a flag of one value, and a swept flag of several."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
+    swept = []
+    parser.set_defaults(swept=swept)  # so args.swept has the names of all swept flags
+
+    def sweep(name, **more):
+        action = parser.add_argument(name, nargs="+", **more)
+        swept.append(action.dest)
+
+    return parser, parser.add_argument, sweep
 
 
 def number(kind, low, high):

@@ -73,14 +73,7 @@ WITH_PICTURES = (
 
 def parse_args(argv=None):
     """Read and check the flags. Those declared by `sweep` take several values: all are combined."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.allow_abbrev = False
-    flag, swept = parser.add_argument, []
-
-    def sweep(name, **more):
-        action = flag(name, nargs="+", **more)
-        swept.append(action.dest)
-
+    parser, flag, sweep = make_parser()
     count, unit = number(int, 1, 1e6), number(float, 0, 1)
     env_ids = gymnax.registered_envs
     flag("--env-id", choices=env_ids, default="CartPole-v1", help="gymnax environment")
@@ -108,7 +101,6 @@ def parse_args(argv=None):
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("--env-id: MNISTBandit-bsuite would download its data")
-    args.swept = tuple(swept)
     # Change the environment or its parameters here. (Parameters that are swept: in `vectorize`.)
     # Copied, because gymnax compiles the steps of an object once, and would ignore later changes.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
@@ -441,6 +433,20 @@ def animate(args, steps, env_states):
 
 # From here on, nothing is about learning: the helpers of `parse_args` and `main`, the same in all
 # learners.
+
+
+def make_parser():
+    """Make a parser, and functions that add a flag of one value, and a swept flag of several."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.allow_abbrev = False
+    swept = []
+    parser.set_defaults(swept=swept)  # so args.swept has the names of all swept flags
+
+    def sweep(name, **more):
+        action = parser.add_argument(name, nargs="+", **more)
+        swept.append(action.dest)
+
+    return parser, parser.add_argument, sweep
 
 
 def number(kind, low, high):
