@@ -9,8 +9,9 @@
 
 This update follows each step (Watkins 1989; Sutton & Barto 2018, section 6.5). The agent starts in
 the lower right cell, and the reward is 1 in the upper left cell, the goal, and 0 elsewhere. Only
-the actions are random, so a constant alpha converges to the exact values: Q(s, a) = gamma^(d - 1),
-where d is the number of steps of the shortest path to the goal that begins with a.
+the actions are random, so a constant alpha converges to the exact values, as long as all actions
+are tried again and again (epsilon > 0): Q(s, a) = gamma^(d - 1), where d is the number of steps of
+the shortest path to the goal that begins with a.
 
     python gridworld_qlearning.py                                          # one agent
     python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # a thousand
@@ -37,14 +38,14 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-# jax reads JAX_NUM_CPU_DEVICES when it is imported: each core of the CPU becomes a device.
+# Each core of the CPU becomes a device. This must be set before jax is imported.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 if __name__ == "__main__" and "IPython" not in sys.modules:
     os.environ["MPLBACKEND"] = "agg"  # draw to files; a notebook keeps its own backend
 # Compile loops over up to 500 kB of data into one function: 1.9 times as fast with one agent.
 LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=500000"
-os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # the user's own win
+os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # the user's flags win
 import jax
 
 if __name__ == "__main__" and "--distributed" in sys.argv:
@@ -61,7 +62,7 @@ MAX_PRINTED = 4000  # entries of a table
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those declared by `sweep` take several values: all are combined."""
+    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
     parser, flag, sweep = make_parser()
     count, unit, side = number(int, 1, 1e6), number(float, 0, 1), number(int, 2, 1e3)
     flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
@@ -178,7 +179,7 @@ def train_interval(run, state):
     episodes = means.pop("episodes")  # ended per step
     steps_per_episode = jnp.where(episodes > 0, 1 / episodes, jnp.nan)
     returns = means.pop("rewards") * steps_per_episode
-    # Steps of this run. (Here they are the same for all; in reinforce_parallel.py, runs differ.)
+    # Steps of this run.
     timesteps = jnp.array(run.interval_blocks * BLOCK)
     return state, dict(
         timesteps=timesteps, returns=returns, steps_per_episode=steps_per_episode, **means
@@ -186,7 +187,7 @@ def train_interval(run, state):
 
 
 def evaluate(run, state):
-    """What a run ends with: its table, and the greedy policy's steps from the start to the goal.
+    """Results of a run: its table, and the greedy policy's steps from the start to the goal.
 
     They are inf if it never arrives. The policy is deterministic: among equal values it takes the
     first. If it is not at the goal after S steps, it has visited a cell twice and never arrives.
@@ -218,7 +219,7 @@ def grid_text(table):
 def report(learned):
     """Describe what the runs of a setting learned: the mean of their tables, and how they do.
 
-    `main` first tries it on zeros, so that a mistake here shows before training.
+    `main` first calls it with zeros, so that a mistake shows before training.
     """
     table, greedy_steps = learned["q_table"].mean(axis=0), learned["greedy_steps"]
     arrived = greedy_steps[np.isfinite(greedy_steps)]
@@ -243,18 +244,18 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, rows = divide(args, columns)  # rows: `columns`, and copies that fill devices
+    devices, at_once, padded = divide(args, columns)  # padded: repeated, to fill all devices
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
-    first = jax.process_index() == 0  # in a job, only process 0 prints and writes
-    show = partial(print, flush=True) if first else lambda *_: None
+    writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
+    show = partial(print, flush=True) if writes else lambda *_: None
     show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
 
     began = time.perf_counter()
-    state = over_runs(init_state)(rows)
-    train = over_runs(train_interval).lower(rows, state)
-    finish = over_runs(evaluate).lower(rows, state)
-    check_results(columns, state, *train.out_info, finish.out_info)  # shapes and types, no numbers
-    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[: args.num_seeds], finish.out_info))
+    state = over_runs(init_state)(padded)
+    train = over_runs(train_interval).lower(padded, state)  # known now: shapes and types of results
+    finish = over_runs(evaluate).lower(padded, state)
+    check_results(columns, state, *train.out_info, finish.out_info)
+    try_report(finish.out_info, args.num_seeds)
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
@@ -263,20 +264,20 @@ def main(argv=None):
     began = time.perf_counter()
     try:
         while num_lines < args.num_intervals:
-            next_state, metrics = train(rows, state)
+            next_state, metrics = train(padded, state)
             line = flat(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
+            state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
             show(describe(lines[-1], train_seconds))
     except KeyboardInterrupt:
         if args.distributed or num_lines == 0:
             raise
         interrupted = True
-        show(f"interrupted: evaluates what was learned up to line {num_lines}")
+        show(f"interrupted: evaluating what was learned up to line {num_lines}")
 
-    learned = gather(finish(rows, state), num_runs)  # (R, ...) each
+    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
     curves = stack(lines[:num_lines])
@@ -289,12 +290,12 @@ def main(argv=None):
         **curves,  # (K, R) each
         **flat(learned),
     }
-    if first and args.save:
+    if writes and args.save:
         np.savez(args.save, **results)
     for i, label in enumerate(labels):
         of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
         show(f"{label}  {report(take(learned, of_setting))}".strip())
-    if first:
+    if writes:
         draw(args, labels, curves, learned)
     return results
 
@@ -357,7 +358,7 @@ def number(kind, low, high):
 
 
 def output(*endings):
-    """Make an argparse type: a file that can be written, with one of these endings."""
+    """Make an argparse type: a writable file with one of these endings."""
 
     def parse(path):
         target = path if os.path.lexists(path) else os.path.join(os.path.dirname(path), ".")
@@ -370,10 +371,10 @@ def output(*endings):
 
 
 def as_json(value):
-    """Replace a flag that JSON does not know by a list of numbers, or by a text."""
+    """Convert a flag that JSON does not know: an array to a list, all else to a text."""
     if hasattr(value, "tolist"):  # an array
         return value.tolist()
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # no address: it differs between commands
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ between commands
 
 
 def settings_and_seeds(args):
@@ -386,8 +387,8 @@ def settings_and_seeds(args):
         array = np.array(values)
         fits = array.dtype.kind in "bf" or (array.dtype.kind in "iu" and abs(array).max() < 2**31)
         if array.ndim != 1 or not fits:
-            text = "so it takes a list of numbers, and integers below 2^31"
-            raise ValueError(f"{name} is swept, {text}. Declare other flags by `flag`.")
+            text = "a list of numbers, integers below 2^31. Declare other flags by `flag`"
+            raise ValueError(f"{name} is swept, so it must be {text}")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -400,9 +401,9 @@ def settings_and_seeds(args):
 def divide(args, columns):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    On 16 cores, 40 runs are 3 on each of 14, so 42 rows; 300 runs are 19 on each, so 3 batches of 7
-    if at most 8 fit, and 336 rows. Return the devices, the runs in a batch, and the rows: what
-    differs between runs, with copies of the first runs, which `gather` cuts off again.
+    For example, 300 runs on 16 cores are at most 19 on each. If 8 fit at once, that makes 3 batches
+    of 7 on each core, so 336 runs: the last 36 are copies of the first, which `gather` cuts off.
+    Return the devices, the runs in a batch, and the columns with the copies.
     """
     devices, num_batches, num_runs = jax.devices(), 1, len(columns["seed"])
     per_device = math.ceil(num_runs / len(devices))
@@ -411,16 +412,16 @@ def divide(args, columns):
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
     at_once = math.ceil(per_device / num_batches)
-    num_rows = len(devices) * num_batches * at_once
-    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
-    return devices, at_once, rows
+    length = len(devices) * num_batches * at_once
+    padded = {name: np.resize(column, length) for name, column in columns.items()}
+    return devices, at_once, padded
 
 
 def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
-    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
-    an axis of runs in front.
+    It takes what differs between runs, {flag: (R,)}, in place of `run`. The other arrays have a
+    leading axis of runs.
     """
 
     def one_run(inputs):
@@ -432,7 +433,7 @@ def vectorize(function, args, devices, at_once):
         return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
-    # Without check_vma, which rejects loops that start from constants.
+    # check_vma would reject loops that start from constants.
     spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS if devices[0].platform == "cpu" else None
     return jax.jit(spread, compiler_options=options)
@@ -463,6 +464,7 @@ def check_results(flags, state, next_state, *results):
     if before != after:
         raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
     arrays = [item for tree in results for item in flat(tree).items()]
+    # The last two are parameters of np.savez.
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
     names += [*flags, *(name for name, _ in arrays)]
     for name in names:
@@ -470,7 +472,12 @@ def check_results(flags, state, next_state, *results):
             raise ValueError(f"two results, or a flag and a result, have the name {name!r}")
     for name, array in arrays:
         if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
-            raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+            raise TypeError(f"{name!r} has the type {array.dtype}, which NumPy cannot save")
+
+
+def try_report(learned, num_seeds):
+    """Call `report` with zeros: a mistake in it shows now, not after training."""
+    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[:num_seeds], learned))
 
 
 def stack(lines):
@@ -480,7 +487,7 @@ def stack(lines):
 
 
 def describe(line, seconds):
-    """Describe an interval. A metric is the mean over the runs in which it is not nan."""
+    """Describe an interval. Metrics are averaged over the runs in which they are not nan."""
     words = [f"step {line['timesteps'].mean():,.0f}"]
     for name, array in line.items():
         if name != "timesteps" and array.ndim == 1:  # one number for each run

@@ -8,8 +8,8 @@ A car is too weak to drive straight up a hill. It must first swing back and fort
 (Moore 1990; Sutton & Barto 2018, example 10.1). Action a is 0 (push left), 1 (do not push) or
 2 (push right). Every step has reward -1, until the car reaches the goal on top of the hill:
 
-    velocity <- clip(velocity + (a - 1) force - gravity cos(3 position))
-    position <- clip(position + velocity),    and velocity <- 0 at the left wall
+    velocity <- velocity + (a - 1) force - gravity cos(3 position),    at most max_speed either way
+    position <- position + velocity,    from wall to wall, and velocity <- 0 at the left wall
 
     python mountaincar_env.py --policy rocking    # this policy reaches the goal
     python mountaincar_env.py                     # random actions do not
@@ -33,14 +33,14 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-# jax reads JAX_NUM_CPU_DEVICES when it is imported: each core of the CPU becomes a device.
+# Each core of the CPU becomes a device. This must be set before jax is imported.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 if __name__ == "__main__" and "IPython" not in sys.modules:
     os.environ["MPLBACKEND"] = "agg"  # draw to files; a notebook keeps its own backend
 # Compile the loop over steps into one function: 1.4 to 1.9 times as fast.
 LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
-os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # the user's own win
+os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # the user's flags win
 import jax
 
 if __name__ == "__main__" and "--distributed" in sys.argv:
@@ -115,7 +115,7 @@ class MountainCar(environment.Environment):
         """Start an episode: at rest in [-0.6, -0.4). Return observation and state."""
         position = jax.random.uniform(key, minval=-0.6, maxval=-0.4)
         state = EnvState(position=position, velocity=jnp.array(0.0), time=jnp.array(0))
-        return self.observe(key, state, None, params), state  # noise would need a key of its own
+        return self.observe(key, state, None, params), state  # noise would need its own key
 
     def observe(self, key, state, action, params):
         """Return the observation (2,) of a state that `action` led to (None at the start)."""
@@ -179,7 +179,7 @@ class Step(NamedTuple):
 
 
 def choose_action(run, obs, uniform):
-    """Choose an action, of the shape of its space. If random, it depends on a number in [0, 1)."""
+    """Choose an action, of the shape of its space. `uniform` is a random number in [0, 1)."""
     if run.policy == "rocking":
         return jnp.where(obs[1] < 0, 0, 2)
     return (ENV.num_actions * uniform).astype(int)
@@ -202,7 +202,7 @@ def play(run, key):
     key_reset, key_action, key_step = jax.random.split(key, 3)
     time_limit = int(PARAMS.max_steps_in_episode)
     uniform = jax.random.uniform(key_action, time_limit)  # (T,) faster than one draw in each step
-    keys = jax.random.split(key_step, time_limit)  # XLA leaves them out if none is used
+    keys = jax.random.split(key_step, time_limit)  # XLA drops them if unused
     obs, env_state = ENV.reset_env(key_reset, PARAMS)
     carry = obs, env_state, jnp.array(True), {"timesteps": 0, "returns": 0.0}
     (_, env_state, mask, totals), steps = jax.lax.scan(step, carry, (keys, uniform))
@@ -232,15 +232,15 @@ def main(argv=None):
     args = parse_args(argv)  # None: those of the command line; in a notebook, call main([])
     flags = json.dumps(vars(args), default=as_json)
     seeds = {"seed": args.seed + np.arange(args.num_envs)}
-    devices, at_once, rows = divide(args, seeds)  # rows: the seeds, and copies that fill devices
+    devices, at_once, padded = divide(args, seeds)  # padded: repeated, to fill all devices
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
-    first = jax.process_index() == 0  # in a job, only process 0 prints and writes
-    show = partial(print, flush=True) if first else lambda *_: None
+    writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
+    show = partial(print, flush=True) if writes else lambda *_: None
     show(f"{args.num_envs:,} x {ENV.name} on {len(devices)} x {devices[0].device_kind}")
 
     began = time.perf_counter()
-    state = over_runs(init_state)(rows)
-    roll = over_runs(rollout).lower(rows, state)
+    state = over_runs(init_state)(padded)
+    roll = over_runs(rollout).lower(padded, state)
     check_results(["rollout_seconds", "episodes"], state, *roll.out_info)
     roll = roll.compile()
     compile_seconds = time.perf_counter() - began
@@ -250,7 +250,7 @@ def main(argv=None):
     try:
         for i in range(args.num_intervals):
             began = time.perf_counter()
-            state, totals, steps = roll(rows, state)
+            state, totals, steps = roll(padded, state)
             totals = gather(totals, args.num_envs)  # (N,); waits for roll; Ctrl-C is raised here
             seconds += time.perf_counter() - began
             if np.any(totals["terminations"] + totals["truncations"] != args.interval_episodes):
@@ -280,12 +280,12 @@ def main(argv=None):
     if args.save:
         steps = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *steps)
         results = {**results, **flat(steps)}  # (N, episodes, T, ...) each
-    if first and args.save:
+    if writes and args.save:
         np.savez(args.save, **results)
     return results
 
 
-RUNS_AT_ONCE = 256  # cars of a CPU core in lockstep; the data of more would not fit into its cache
+RUNS_AT_ONCE = 256  # cars vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {  # on a CPU
     "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.3 times as fast
 }
@@ -309,7 +309,7 @@ def number(kind, low, high):
 
 
 def output(*endings):
-    """Make an argparse type: a file that can be written, with one of these endings."""
+    """Make an argparse type: a writable file with one of these endings."""
 
     def parse(path):
         target = path if os.path.lexists(path) else os.path.join(os.path.dirname(path), ".")
@@ -322,18 +322,18 @@ def output(*endings):
 
 
 def as_json(value):
-    """Replace a flag that JSON does not know by a list of numbers, or by a text."""
+    """Convert a flag that JSON does not know: an array to a list, all else to a text."""
     if hasattr(value, "tolist"):  # an array
         return value.tolist()
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # no address: it differs between commands
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ between commands
 
 
 def divide(args, columns):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    On 16 cores, 40 runs are 3 on each of 14, so 42 rows; 300 runs are 19 on each, so 3 batches of 7
-    if at most 8 fit, and 336 rows. Return the devices, the runs in a batch, and the rows: what
-    differs between runs, with copies of the first runs, which `gather` cuts off again.
+    For example, 300 runs on 16 cores are at most 19 on each. If 8 fit at once, that makes 3 batches
+    of 7 on each core, so 336 runs: the last 36 are copies of the first, which `gather` cuts off.
+    Return the devices, the runs in a batch, and the columns with the copies.
     """
     devices, num_batches, num_runs = jax.devices(), 1, len(columns["seed"])
     per_device = math.ceil(num_runs / len(devices))
@@ -342,16 +342,16 @@ def divide(args, columns):
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
     at_once = math.ceil(per_device / num_batches)
-    num_rows = len(devices) * num_batches * at_once
-    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
-    return devices, at_once, rows
+    length = len(devices) * num_batches * at_once
+    padded = {name: np.resize(column, length) for name, column in columns.items()}
+    return devices, at_once, padded
 
 
 def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
-    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
-    an axis of runs in front.
+    It takes what differs between runs, {flag: (R,)}, in place of `run`. The other arrays have a
+    leading axis of runs.
     """
 
     def one_run(inputs):
@@ -363,7 +363,7 @@ def vectorize(function, args, devices, at_once):
         return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
-    # Without check_vma, which rejects loops that start from constants.
+    # check_vma would reject loops that start from constants.
     spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS if devices[0].platform == "cpu" else None
     return jax.jit(spread, compiler_options=options)
@@ -394,6 +394,7 @@ def check_results(flags, state, next_state, *results):
     if before != after:
         raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
     arrays = [item for tree in results for item in flat(tree).items()]
+    # The last two are parameters of np.savez.
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
     names += [*flags, *(name for name, _ in arrays)]
     for name in names:
@@ -401,7 +402,7 @@ def check_results(flags, state, next_state, *results):
             raise ValueError(f"two results, or a flag and a result, have the name {name!r}")
     for name, array in arrays:
         if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
-            raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+            raise TypeError(f"{name!r} has the type {array.dtype}, which NumPy cannot save")
 
 
 if __name__ == "__main__":

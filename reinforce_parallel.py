@@ -13,9 +13,9 @@ Each iteration plays N episodes with the current policy pi, then makes one Adam 
 (Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
 and 0 in the padding after it. The baseline b_t is the mean of all N returns to go; an episode that
 has ended counts as 0. The book's factor gamma^t is left out, as is common. Returns stop at the time
-limit. However short the episodes are, all are simulated up to the time limit.
+limit. Every episode is simulated up to the time limit, however early it ends.
 
---sync truncation learns only from the steps before the shortest episode ends. This biases the
+--sync truncation learns only from the steps up to the end of the shortest episode. This biases the
 gradient, because later rewards do not count. Where every step has the same reward, as in
 CartPole-v1, all returns are then equal, all advantages are 0, and nothing is learned.
 
@@ -46,7 +46,7 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-# jax reads JAX_NUM_CPU_DEVICES when it is imported: each core of the CPU becomes a device.
+# Each core of the CPU becomes a device. This must be set before jax is imported.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 if __name__ == "__main__" and "IPython" not in sys.modules:
@@ -72,7 +72,7 @@ WITH_PICTURES = (
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those declared by `sweep` take several values: all are combined."""
+    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
     parser, flag, sweep = make_parser()
     count, unit = number(int, 1, 1e6), number(float, 0, 1)
     env_ids = gymnax.registered_envs
@@ -101,8 +101,8 @@ def parse_args(argv=None):
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("--env-id: MNISTBandit-bsuite would download its data")
-    # Change the environment or its parameters here. (Parameters that are swept: in `vectorize`.)
-    # Copied, because gymnax compiles the steps of an object once, and would ignore later changes.
+    # To change the environment or its constants, edit args.env or args.env_params here. To sweep a
+    # constant, edit `run` in `vectorize`. Copied: gymnax compiles the steps of an object only once.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     space = args.env.action_space(args.env_params)
     args.discrete = isinstance(space, spaces.Discrete)
@@ -111,9 +111,9 @@ def parse_args(argv=None):
         parser.error(
             f"--env-id {args.env_id}: actions must be discrete, or in a box with finite bounds"
         )
-    own_class = type(args.env).__module__.startswith("gymnax.environments.")
-    if args.gif and not (own_class and args.env.name in WITH_PICTURES):
-        parser.error(f"--gif: gymnax has no picture of {args.env_id}, or of a wrapper or own class")
+    from_gymnax = type(args.env).__module__.startswith("gymnax.environments.")
+    if args.gif and not (from_gymnax and args.env.name in WITH_PICTURES):
+        parser.error(f"--gif: gymnax cannot draw {args.env_id}, nor a wrapper or class of your own")
     args.interval_updates = math.ceil(args.num_iterations / args.num_intervals)
     args.num_intervals = math.ceil(args.num_iterations / args.interval_updates)
     args.num_updates = args.num_intervals * args.interval_updates
@@ -277,12 +277,12 @@ def train_step(run, state, _):
     """Play N episodes, then make one Adam step. Also return what a progress line shows."""
     key, key_play = jax.random.split(state.key)
     keys = jax.random.split(key_play, run.num_envs)
-    episodes, _ = jax.vmap(partial(play, run, state.params))(keys)  # (N, T)
+    episodes, _ = jax.vmap(partial(play, run, state.params))(keys)  # (N, T); XLA drops the states
     returns = jnp.sum(episodes.reward, axis=1)  # (N,)
     metrics = {"returns": jnp.mean(returns)}
     timesteps = jnp.sum(episodes.mask)
     if run.sync == "truncation":
-        mask = jnp.all(episodes.mask, axis=0) & episodes.mask
+        mask = jnp.broadcast_to(jnp.all(episodes.mask, axis=0), episodes.mask.shape)
         episodes = episodes._replace(mask=mask, reward=jnp.where(mask, episodes.reward, 0.0))
     # The advantages are computed outside of the loss, so no gradient flows through them.
     advantage = advantages(run, episodes)  # (N, T)
@@ -290,7 +290,7 @@ def train_step(run, state, _):
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     state = state._replace(key=key, params=params, opt_state=opt_state)
-    return state, dict(timesteps=timesteps, **metrics)  # refuses a second metric of that name
+    return state, dict(timesteps=timesteps, **metrics)  # refuses a duplicate name
 
 
 def train_interval(run, state):
@@ -301,8 +301,8 @@ def train_interval(run, state):
 
 
 def evaluate(run, state):
-    """What a run ends with: undiscounted returns (E,) of greedy episodes, and what was learned."""
-    # A key that training does not use, so that you may also evaluate in mid-training.
+    """Results of a run: undiscounted returns (E,) of greedy episodes, and what was learned."""
+    # A key that training does not use, so that you can also evaluate during training.
     key = jax.random.fold_in(state.key, 999)
     keys = jax.random.split(key, run.eval_episodes)
     episodes, _ = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (E, T)
@@ -316,7 +316,7 @@ def evaluate(run, state):
 def report(learned):
     """Describe what the runs of a setting learned.
 
-    `main` first tries it on zeros, so that a mistake here shows before training.
+    `main` first calls it with zeros, so that a mistake shows before training.
     """
     means = learned["greedy_return"].mean(axis=1)  # one for each run
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
@@ -336,18 +336,18 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, rows = divide(args, columns)  # rows: `columns`, and copies that fill devices
+    devices, at_once, padded = divide(args, columns)  # padded: repeated, to fill all devices
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
-    first = jax.process_index() == 0  # in a job, only process 0 prints and writes
-    show = partial(print, flush=True) if first else lambda *_: None
+    writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
+    show = partial(print, flush=True) if writes else lambda *_: None
     show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
 
     began = time.perf_counter()
-    state = over_runs(init_state)(rows)
-    train = over_runs(train_interval).lower(rows, state)
-    finish = over_runs(evaluate).lower(rows, state)
-    check_results(columns, state, *train.out_info, finish.out_info)  # shapes and types, no numbers
-    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[: args.num_seeds], finish.out_info))
+    state = over_runs(init_state)(padded)
+    train = over_runs(train_interval).lower(padded, state)  # known now: shapes and types of results
+    finish = over_runs(evaluate).lower(padded, state)
+    check_results(columns, state, *train.out_info, finish.out_info)
+    try_report(finish.out_info, args.num_seeds)
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
@@ -356,20 +356,20 @@ def main(argv=None):
     began = time.perf_counter()
     try:
         while num_lines < args.num_intervals:
-            next_state, metrics = train(rows, state)
+            next_state, metrics = train(padded, state)
             line = flat(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
+            state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
             show(describe(lines[-1], train_seconds))
     except KeyboardInterrupt:
         if args.distributed or num_lines == 0:
             raise
         interrupted = True
-        show(f"interrupted: evaluates what was learned up to line {num_lines}")
+        show(f"interrupted: evaluating what was learned up to line {num_lines}")
 
-    learned = gather(finish(rows, state), num_runs)  # (R, ...) each
+    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
     curves = stack(lines[:num_lines])
@@ -382,17 +382,17 @@ def main(argv=None):
         **curves,  # (K, R) each
         **flat(learned),
     }
-    if first and args.save:
+    if writes and args.save:
         np.savez(args.save, **results)
     for i, label in enumerate(labels):
         of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
         show(f"{label}  {report(take(learned, of_setting))}".strip())
-    if first:
+    if writes:
         draw(args, labels, curves, learned)
     return results
 
 
-RUNS_AT_ONCE = 2  # vmapped on a core of a CPU; the data of more would not fit into its cache
+RUNS_AT_ONCE = 2  # vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {  # on a CPU
     "xla_backend_optimization_level": 1,  # twenty runs compile in 0.6 of the time, run as fast
 }
@@ -463,7 +463,7 @@ def number(kind, low, high):
 
 
 def output(*endings):
-    """Make an argparse type: a file that can be written, with one of these endings."""
+    """Make an argparse type: a writable file with one of these endings."""
 
     def parse(path):
         target = path if os.path.lexists(path) else os.path.join(os.path.dirname(path), ".")
@@ -476,10 +476,10 @@ def output(*endings):
 
 
 def as_json(value):
-    """Replace a flag that JSON does not know by a list of numbers, or by a text."""
+    """Convert a flag that JSON does not know: an array to a list, all else to a text."""
     if hasattr(value, "tolist"):  # an array
         return value.tolist()
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # no address: it differs between commands
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ between commands
 
 
 def settings_and_seeds(args):
@@ -492,8 +492,8 @@ def settings_and_seeds(args):
         array = np.array(values)
         fits = array.dtype.kind in "bf" or (array.dtype.kind in "iu" and abs(array).max() < 2**31)
         if array.ndim != 1 or not fits:
-            text = "so it takes a list of numbers, and integers below 2^31"
-            raise ValueError(f"{name} is swept, {text}. Declare other flags by `flag`.")
+            text = "a list of numbers, integers below 2^31. Declare other flags by `flag`"
+            raise ValueError(f"{name} is swept, so it must be {text}")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -506,9 +506,9 @@ def settings_and_seeds(args):
 def divide(args, columns):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    On 16 cores, 40 runs are 3 on each of 14, so 42 rows; 300 runs are 19 on each, so 3 batches of 7
-    if at most 8 fit, and 336 rows. Return the devices, the runs in a batch, and the rows: what
-    differs between runs, with copies of the first runs, which `gather` cuts off again.
+    For example, 300 runs on 16 cores are at most 19 on each. If 8 fit at once, that makes 3 batches
+    of 7 on each core, so 336 runs: the last 36 are copies of the first, which `gather` cuts off.
+    Return the devices, the runs in a batch, and the columns with the copies.
     """
     devices, num_batches, num_runs = jax.devices(), 1, len(columns["seed"])
     per_device = math.ceil(num_runs / len(devices))
@@ -517,16 +517,16 @@ def divide(args, columns):
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
     at_once = math.ceil(per_device / num_batches)
-    num_rows = len(devices) * num_batches * at_once
-    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
-    return devices, at_once, rows
+    length = len(devices) * num_batches * at_once
+    padded = {name: np.resize(column, length) for name, column in columns.items()}
+    return devices, at_once, padded
 
 
 def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
-    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
-    an axis of runs in front.
+    It takes what differs between runs, {flag: (R,)}, in place of `run`. The other arrays have a
+    leading axis of runs.
     """
 
     def one_run(inputs):
@@ -538,7 +538,7 @@ def vectorize(function, args, devices, at_once):
         return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
-    # Without check_vma, which rejects loops that start from constants.
+    # check_vma would reject loops that start from constants.
     spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS if devices[0].platform == "cpu" else None
     return jax.jit(spread, compiler_options=options)
@@ -569,6 +569,7 @@ def check_results(flags, state, next_state, *results):
     if before != after:
         raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
     arrays = [item for tree in results for item in flat(tree).items()]
+    # The last two are parameters of np.savez.
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
     names += [*flags, *(name for name, _ in arrays)]
     for name in names:
@@ -576,7 +577,12 @@ def check_results(flags, state, next_state, *results):
             raise ValueError(f"two results, or a flag and a result, have the name {name!r}")
     for name, array in arrays:
         if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
-            raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+            raise TypeError(f"{name!r} has the type {array.dtype}, which NumPy cannot save")
+
+
+def try_report(learned, num_seeds):
+    """Call `report` with zeros: a mistake in it shows now, not after training."""
+    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[:num_seeds], learned))
 
 
 def stack(lines):
@@ -586,7 +592,7 @@ def stack(lines):
 
 
 def describe(line, seconds):
-    """Describe an interval. A metric is the mean over the runs in which it is not nan."""
+    """Describe an interval. Metrics are averaged over the runs in which they are not nan."""
     words = [f"step {line['timesteps'].mean():,.0f}"]
     for name, array in line.items():
         if name != "timesteps" and array.ndim == 1:  # one number for each run

@@ -7,18 +7,19 @@
 r"""Q-learning from a replay buffer: parallel_td.py, but updates learn from past transitions.
 
     Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / scale - c_i|^2 / (2 sigma^2))
-    target  = r + gamma max_a' Q'(s', a'),    or r if s' is terminal
+    target  = r + gamma max_a' Q_avg(s', a'),    or r if s' is terminal
 
 The features phi are radial basis functions with random centers c_i (Sutton & Barto 2018, section
 9.5.5). A ring buffer keeps the last C transitions (experience replay, Lin 1992). After each vector
 step (one step of all N environments), B transitions are drawn from it at random, since these are
 less correlated than successive ones (Mnih et al. 2015). They give one Adam step on half the mean
-squared TD error. The weights of Q' average those of Q: w' <- w' + tau (w - w') (Lillicrap et al.
-2016, section 3).
+squared TD error. The weights of Q_avg are a running average of those of Q: w_avg <- w_avg +
+tau (w - w_avg) (Lillicrap et al. 2016, section 3).
 
-No gradient flows through the target: this is semi-gradient Q-learning (section 11.1). A terminal
-state cuts the bootstrap; a time limit does not (Pardo et al. 2018). The learning rate falls
-linearly to 0, so that the weights settle. The final weights are evaluated.
+No gradient flows through the target: this is semi-gradient Q-learning (section 11.1). With
+function approximation, it may diverge (section 11.3). A terminal state cuts the bootstrap; a time
+limit does not (Pardo et al. 2018). The learning rate falls linearly to 0, so that the weights
+settle. The final weights are evaluated.
 
     python replay_td.py                                                  # one run
     python replay_td.py --tau 0.01 0.1 --num-seeds 20 --plot curve.png   # forty, on all cores
@@ -47,7 +48,7 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-# jax reads JAX_NUM_CPU_DEVICES when it is imported: each core of the CPU becomes a device.
+# Each core of the CPU becomes a device. This must be set before jax is imported.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 if __name__ == "__main__" and "IPython" not in sys.modules:
@@ -64,8 +65,8 @@ import optax
 from jax.experimental.multihost_utils import process_allgather
 
 # What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
-# To use another environment, add its scale here. With more dimensions, all centers are farther
-# away: raise --sigma with the square root of the number of dimensions, or all features are near 0.
+# To use another environment, add its scale here. With more dimensions, centers are farther away:
+# raise --sigma with the square root of the number of dimensions, or all features will be near 0.
 OBS_SCALE = {
     "CartPole-v1": [2.4, 3.0, 0.2, 3.0],  # m, m/s, rad, rad/s: the limits, and typical speeds
     "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: about half the limits
@@ -74,7 +75,7 @@ OBS_SCALE = {
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those declared by `sweep` take several values: all are combined."""
+    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
     parser, flag, sweep = make_parser()
     count, unit, width = number(int, 1, 1e6), number(float, 0, 1), number(float, 1e-3, 1e3)
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
@@ -102,8 +103,8 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
-    # Change the environment or its parameters here. (Parameters that are swept: in `vectorize`.)
-    # Copied, because gymnax compiles the steps of an object once, and would ignore later changes.
+    # To change the environment or its constants, edit args.env or args.env_params here. To sweep a
+    # constant, edit `run` in `vectorize`. Copied: gymnax compiles the steps of an object only once.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     obs_shape = args.env.observation_space(args.env_params).shape
     if len(OBS_SCALE[args.env_id]) != math.prod(obs_shape):
@@ -140,7 +141,7 @@ class TrainState(NamedTuple):
 
     key: jax.Array
     params: dict  # centers (D, F), weights (A, F)
-    target_params: dict  # their running average
+    target_params: dict  # running average of params
     opt_state: optax.OptState
     env_state: gymnax.EnvState  # (N,)
     obs: jax.Array  # (N, D)
@@ -201,8 +202,9 @@ def q_values(run, params, obs):
 
 def select_action(epsilon, q, uniform):
     """Choose an action epsilon-greedily from values (A,), given two random numbers in [0, 1)."""
-    random_action = jnp.floor(len(q) * uniform[1]).astype(int)  # each equally likely
-    return jnp.where(uniform[0] < epsilon, random_action, jnp.argmax(q))
+    explore, choice = uniform
+    random_action = (len(q) * choice).astype(int)  # rounded down, so each is equally likely
+    return jnp.where(explore < epsilon, random_action, jnp.argmax(q))
 
 
 def vector_step(run, state, _):
@@ -255,8 +257,8 @@ def td_loss(run, params, batch, targets):
 def train_step(run, state, _):
     """Store the transitions of one vector step, then learn from a random batch of all stored."""
     state, (transitions, to_average) = vector_step(run, state, None)
-    # So the next transition of the same environment lies N slots further on. Methods that follow
-    # an episode through the buffer must also store `truncated`.
+    # Stored step after step: the next transition of an environment is N slots on, modulo C. Methods
+    # that follow an episode through the buffer must also store `truncated`.
     slots = (state.timesteps + jnp.arange(run.num_envs)) % run.buffer_size
     buffer = jax.tree.map(lambda old, new: old.at[slots].set(new), state.buffer, transitions)
     timesteps = state.timesteps + run.num_envs
@@ -274,16 +276,16 @@ def train_step(run, state, _):
     params = optax.apply_updates(state.params, updates)
     target_params = optax.incremental_update(params, state.target_params, run.tau)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
-    return state, dict(**to_average, **metrics)  # unlike `|`, refuses a name twice
+    return state, dict(**to_average, **metrics)  # unlike `|`, refuses a duplicate name
 
 
 def train_interval(run, state):
     """Make U updates, up to the next progress line. Also return what the line shows."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
-    # A ratio of means is a ratio of sums. It is nan if no episode ended.
+    # The mean return of an episode: the ratio of two means is that of the sums; nan if none ended.
     returns = means.pop("return_sum") / means.pop("episodes")
-    # Steps of this run. (Here they are the same for all; in reinforce_parallel.py, runs differ.)
+    # Steps of this run.
     timesteps = jnp.array(run.interval_updates * run.num_envs)
     return state, dict(timesteps=timesteps, returns=returns, **means)
 
@@ -308,8 +310,8 @@ def greedy_return(run, params, key):
 
 
 def evaluate(run, state):
-    """What a run ends with: the returns (E,) of greedy episodes, and what was learned."""
-    # A key that training does not use, so that you may also evaluate in mid-training.
+    """Results of a run: the returns (E,) of greedy episodes, and what was learned."""
+    # A key that training does not use, so that you can also evaluate during training.
     key = jax.random.fold_in(state.key, 999)
     keys = jax.random.split(key, run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.params))(keys)
@@ -320,7 +322,7 @@ def evaluate(run, state):
 def report(learned):
     """Describe what the runs of a setting learned.
 
-    `main` first tries it on zeros, so that a mistake here shows before training.
+    `main` first calls it with zeros, so that a mistake shows before training.
     """
     means = learned["greedy_return"].mean(axis=1)  # one for each run
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
@@ -338,18 +340,18 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, rows = divide(args, columns)  # rows: `columns`, and copies that fill devices
+    devices, at_once, padded = divide(args, columns)  # padded: repeated, to fill all devices
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
-    first = jax.process_index() == 0  # in a job, only process 0 prints and writes
-    show = partial(print, flush=True) if first else lambda *_: None
+    writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
+    show = partial(print, flush=True) if writes else lambda *_: None
     show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
 
     began = time.perf_counter()
-    state = over_runs(init_state)(rows)
-    train = over_runs(train_interval).lower(rows, state)
-    finish = over_runs(evaluate).lower(rows, state)
-    check_results(columns, state, *train.out_info, finish.out_info)  # shapes and types, no numbers
-    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[: args.num_seeds], finish.out_info))
+    state = over_runs(init_state)(padded)
+    train = over_runs(train_interval).lower(padded, state)  # known now: shapes and types of results
+    finish = over_runs(evaluate).lower(padded, state)
+    check_results(columns, state, *train.out_info, finish.out_info)
+    try_report(finish.out_info, args.num_seeds)
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
@@ -358,20 +360,20 @@ def main(argv=None):
     began = time.perf_counter()
     try:
         while num_lines < args.num_intervals:
-            next_state, metrics = train(rows, state)
+            next_state, metrics = train(padded, state)
             line = flat(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
+            state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
             show(describe(lines[-1], train_seconds))
     except KeyboardInterrupt:
         if args.distributed or num_lines == 0:
             raise
         interrupted = True
-        show(f"interrupted: evaluates what was learned up to line {num_lines}")
+        show(f"interrupted: evaluating what was learned up to line {num_lines}")
 
-    learned = gather(finish(rows, state), num_runs)  # (R, ...) each
+    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
     curves = stack(lines[:num_lines])
@@ -384,21 +386,21 @@ def main(argv=None):
         **curves,  # (K, R) each
         **flat(learned),
     }
-    if first and args.save:
+    if writes and args.save:
         np.savez(args.save, **results)
     for i, label in enumerate(labels):
         of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
         show(f"{label}  {report(take(learned, of_setting))}".strip())
-    if first:
+    if writes:
         draw(args, labels, curves, learned)
     return results
 
 
-RUNS_AT_ONCE = 10  # vmapped on a core of a CPU; the data of more would not fit into its cache
+RUNS_AT_ONCE = 10  # vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {  # on a CPU
     "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
     "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.1 to 1.3 times as fast
-    # Not the matrix library of jax 0.11, which is slow for small matrices: 1.5 times as fast.
+    # From jax 0.11 on: without its matrix library, slow for small matrices, 1.5 times as fast.
     "xla_disable_hlo_passes": "dot-library-rewriter",
 }
 
@@ -457,7 +459,7 @@ def number(kind, low, high):
 
 
 def output(*endings):
-    """Make an argparse type: a file that can be written, with one of these endings."""
+    """Make an argparse type: a writable file with one of these endings."""
 
     def parse(path):
         target = path if os.path.lexists(path) else os.path.join(os.path.dirname(path), ".")
@@ -470,10 +472,10 @@ def output(*endings):
 
 
 def as_json(value):
-    """Replace a flag that JSON does not know by a list of numbers, or by a text."""
+    """Convert a flag that JSON does not know: an array to a list, all else to a text."""
     if hasattr(value, "tolist"):  # an array
         return value.tolist()
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # no address: it differs between commands
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ between commands
 
 
 def settings_and_seeds(args):
@@ -486,8 +488,8 @@ def settings_and_seeds(args):
         array = np.array(values)
         fits = array.dtype.kind in "bf" or (array.dtype.kind in "iu" and abs(array).max() < 2**31)
         if array.ndim != 1 or not fits:
-            text = "so it takes a list of numbers, and integers below 2^31"
-            raise ValueError(f"{name} is swept, {text}. Declare other flags by `flag`.")
+            text = "a list of numbers, integers below 2^31. Declare other flags by `flag`"
+            raise ValueError(f"{name} is swept, so it must be {text}")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -500,9 +502,9 @@ def settings_and_seeds(args):
 def divide(args, columns):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    On 16 cores, 40 runs are 3 on each of 14, so 42 rows; 300 runs are 19 on each, so 3 batches of 7
-    if at most 8 fit, and 336 rows. Return the devices, the runs in a batch, and the rows: what
-    differs between runs, with copies of the first runs, which `gather` cuts off again.
+    For example, 300 runs on 16 cores are at most 19 on each. If 8 fit at once, that makes 3 batches
+    of 7 on each core, so 336 runs: the last 36 are copies of the first, which `gather` cuts off.
+    Return the devices, the runs in a batch, and the columns with the copies.
     """
     devices, num_batches, num_runs = jax.devices(), 1, len(columns["seed"])
     per_device = math.ceil(num_runs / len(devices))
@@ -511,16 +513,16 @@ def divide(args, columns):
     if devices[0].platform == "cpu":
         num_batches = math.ceil(per_device / RUNS_AT_ONCE)
     at_once = math.ceil(per_device / num_batches)
-    num_rows = len(devices) * num_batches * at_once
-    rows = {name: np.resize(column, num_rows) for name, column in columns.items()}
-    return devices, at_once, rows
+    length = len(devices) * num_batches * at_once
+    padded = {name: np.resize(column, length) for name, column in columns.items()}
+    return devices, at_once, padded
 
 
 def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
-    It takes what differs between runs, {flag: (R,)}, in the place of `run`. The other arrays have
-    an axis of runs in front.
+    It takes what differs between runs, {flag: (R,)}, in place of `run`. The other arrays have a
+    leading axis of runs.
     """
 
     def one_run(inputs):
@@ -532,7 +534,7 @@ def vectorize(function, args, devices, at_once):
         return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
-    # Without check_vma, which rejects loops that start from constants.
+    # check_vma would reject loops that start from constants.
     spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS if devices[0].platform == "cpu" else None
     return jax.jit(spread, compiler_options=options)
@@ -563,6 +565,7 @@ def check_results(flags, state, next_state, *results):
     if before != after:
         raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
     arrays = [item for tree in results for item in flat(tree).items()]
+    # The last two are parameters of np.savez.
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
     names += [*flags, *(name for name, _ in arrays)]
     for name in names:
@@ -570,7 +573,12 @@ def check_results(flags, state, next_state, *results):
             raise ValueError(f"two results, or a flag and a result, have the name {name!r}")
     for name, array in arrays:
         if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
-            raise TypeError(f"{name!r} has the type {array.dtype}, which --save cannot write")
+            raise TypeError(f"{name!r} has the type {array.dtype}, which NumPy cannot save")
+
+
+def try_report(learned, num_seeds):
+    """Call `report` with zeros: a mistake in it shows now, not after training."""
+    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[:num_seeds], learned))
 
 
 def stack(lines):
@@ -580,7 +588,7 @@ def stack(lines):
 
 
 def describe(line, seconds):
-    """Describe an interval. A metric is the mean over the runs in which it is not nan."""
+    """Describe an interval. Metrics are averaged over the runs in which they are not nan."""
     words = [f"step {line['timesteps'].mean():,.0f}"]
     for name, array in line.items():
         if name != "timesteps" and array.ndim == 1:  # one number for each run
