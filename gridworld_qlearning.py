@@ -16,8 +16,8 @@ the shortest path to the goal that begins with a.
     python gridworld_qlearning.py                                          # one agent
     python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # a thousand
 
-To change the task, change `start`, `goal`, MOVES, SIGNS and `env_step`. If moves are random, as on
-slippery ground, also draw their numbers in `train_block`, pass them on in `train_step`, and let
+To change the task, change `start`, `is_goal`, MOVES, SIGNS and `env_step`. If moves are random, as
+on slippery ground, also draw their numbers in `train_block`, pass them on in `train_step`, and let
 `evaluate` play many episodes, since one greedy path then says little.
 
 Shapes: R runs (agents), K intervals, U = interval_blocks blocks of T = BLOCK steps,
@@ -112,15 +112,15 @@ def start(run):
     return jnp.array(run.grid_size) - 1
 
 
-def goal(run):
-    """Return the cell (2,) in which episodes end: the first row, the first column."""
-    return jnp.array([0, 0])
+def is_goal(run, cell):
+    """Return whether a cell (2,) is the goal, in which episodes end: the upper left one."""
+    return jnp.all(cell == jnp.array([0, 0]))
 
 
 def env_step(run, cell, action):
     """Return the next cell (the same at a wall), reward, and whether the goal is reached."""
     next_cell = jnp.clip(cell + jnp.array(MOVES)[action], 0, jnp.array(run.grid_size) - 1)
-    terminated = jnp.all(next_cell == goal(run))
+    terminated = is_goal(run, next_cell)
     return next_cell, jnp.where(terminated, 1.0, 0.0), terminated
 
 
@@ -196,7 +196,7 @@ def evaluate(run, state):
 
     def step(cell, _):
         next_cell, _, terminated = env_step(run, cell, greedy[*cell])
-        return next_cell, (terminated, jnp.all(next_cell == goal(run)))
+        return next_cell, (terminated, is_goal(run, next_cell))
 
     _, (ends, at_goal) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
     last = jnp.argmax(ends)  # the first step that ends the episode; 0 if none does
@@ -231,7 +231,7 @@ def report(learned):
     return f"{text}\n{grid_text(table)}" if table.size < MAX_PRINTED else text
 
 
-def draw(args, labels, curves, learned):
+def draw(args, labels, results, learned):
     """Draw what --plot asks for: the mean table of each setting."""
     if args.plot:
         tables = [agents.mean(axis=0) for agents in np.split(learned["q_table"], len(labels))]
@@ -260,7 +260,7 @@ def main(argv=None):
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
 
-    lines, num_lines, timesteps, interrupted = [], 0, 0, False
+    lines, num_lines, timesteps, stopped = [], 0, 0, None
     began = time.perf_counter()
     try:
         while num_lines < args.num_intervals:
@@ -271,32 +271,32 @@ def main(argv=None):
             lines.append({**line, "timesteps": timesteps})
             state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
             show(describe(lines[-1], train_seconds))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
         if args.distributed or num_lines == 0:
             raise
-        interrupted = True
-        show(f"interrupted: evaluating what was learned up to line {num_lines}")
+        stopped = error
+        show(f"{type(error).__name__}: evaluating what was learned up to line {num_lines}")
 
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
-    curves = stack(lines[:num_lines])
     results = {
         "args": flags,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "interrupted": interrupted,
+        "interrupted": stopped is not None,
         **columns,  # (R,) each
-        **curves,  # (K, R) each
+        **stack(lines[:num_lines]),  # (K, R) each
         **flat(learned),
     }
     if writes and args.save:
         np.savez(args.save, **results)
-    for i, label in enumerate(labels):
-        of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
-        show(f"{label}  {report(take(learned, of_setting))}".strip())
+    for label, of_setting in zip(labels, split(learned, len(labels)), strict=True):
+        show(f"{label}  {report(of_setting)}".strip())
     if writes:
-        draw(args, labels, curves, learned)
+        draw(args, labels, results, learned)
+    if isinstance(stopped, Exception):
+        raise stopped  # a mistake in the loop; what was learned is saved by now
     return results
 
 
@@ -417,6 +417,11 @@ def divide(args, columns):
     return devices, at_once, padded
 
 
+def make_run(args, own):
+    """Make the flags of one run: those of all, with its own seed and values of swept flags."""
+    return argparse.Namespace(**{**vars(args), **own})
+
+
 def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
@@ -426,8 +431,7 @@ def vectorize(function, args, devices, at_once):
 
     def one_run(inputs):
         own, *arrays = inputs
-        run = argparse.Namespace(**{**vars(args), **own})
-        return function(run, *arrays)
+        return function(make_run(args, own), *arrays)
 
     def one_device(*inputs):
         return jax.lax.map(one_run, inputs, batch_size=at_once)
@@ -442,6 +446,12 @@ def vectorize(function, args, devices, at_once):
 def take(tree, rows):
     """Take some rows of each array."""
     return jax.tree.map(lambda array: array[rows], tree)
+
+
+def split(tree, parts):
+    """Split the rows of each array into equal parts. Return a list of trees."""
+    length = len(jax.tree.leaves(tree)[0]) // parts
+    return [take(tree, slice(i * length, (i + 1) * length)) for i in range(parts)]
 
 
 def gather(tree, length):

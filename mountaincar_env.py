@@ -347,6 +347,11 @@ def divide(args, columns):
     return devices, at_once, padded
 
 
+def make_run(args, own):
+    """Make the flags of one run: those of all, with its own seed and values of swept flags."""
+    return argparse.Namespace(**{**vars(args), **own})
+
+
 def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
@@ -356,8 +361,7 @@ def vectorize(function, args, devices, at_once):
 
     def one_run(inputs):
         own, *arrays = inputs
-        run = argparse.Namespace(**{**vars(args), **own})
-        return function(run, *arrays)
+        return function(make_run(args, own), *arrays)
 
     def one_device(*inputs):
         return jax.lax.map(one_run, inputs, batch_size=at_once)

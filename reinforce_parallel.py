@@ -102,7 +102,7 @@ def parse_args(argv=None):
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("--env-id: MNISTBandit-bsuite would download its data")
     # To change the environment or its constants, edit args.env or args.env_params here. To sweep a
-    # constant, edit `run` in `vectorize`. Copied: gymnax compiles the steps of an object only once.
+    # constant, edit `make_run`. Copied, because gymnax compiles the steps of an object only once.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     space = args.env.action_space(args.env_params)
     args.discrete = isinstance(space, spaces.Discrete)
@@ -151,7 +151,7 @@ class TrainState(NamedTuple):
 def optimizer(run):
     """Make Adam. Its learning rate falls linearly to 0, over num_updates steps.
 
-    If an update makes several steps, as the epochs of PPO, multiply num_updates by their number.
+    If you make more or fewer steps than updates, as in the epochs of PPO, change that number.
     """
     return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
 
@@ -260,17 +260,22 @@ def advantages(run, episodes):
     return relative - jnp.mean(relative, axis=0)
 
 
-def step_loss(run, params, step, advantage):
-    """Minus the advantage times log pi of one step; 0 in the padding, whatever is there."""
-    # The padding may be nan. `where` before and after, because a gradient times 0 would be nan.
-    obs, action = jnp.where(step.mask, step.obs, 0), jnp.where(step.mask, step.action, 0)
-    return jnp.where(step.mask, -advantage * log_prob(run, params, obs, action), 0.0)
+def episode_loss(run, params, steps, advantage):
+    """Minus the sum of advantage times log pi over the steps (T,) of one episode."""
+
+    def step_loss(step, advantage):
+        # The first step stands in for the padding, which may be nan: masking the loss alone would
+        # leave 0 * nan in the gradient.
+        obs = jnp.where(step.mask, step.obs, steps.obs[0])
+        action = jnp.where(step.mask, step.action, steps.action[0])
+        return jnp.where(step.mask, -advantage * log_prob(run, params, obs, action), 0.0)
+
+    return jnp.sum(jax.vmap(step_loss)(steps, advantage))
 
 
 def policy_loss(run, params, episodes, advantage):
     """Surrogate loss: its gradient is minus the policy gradient estimate."""
-    of_steps = jax.vmap(jax.vmap(partial(step_loss, run, params)))
-    return jnp.mean(jnp.sum(of_steps(episodes, advantage), axis=1))
+    return jnp.mean(jax.vmap(partial(episode_loss, run, params))(episodes, advantage))
 
 
 def train_step(run, state, _):
@@ -322,10 +327,10 @@ def report(learned):
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
 
 
-def draw(args, labels, curves, learned):
+def draw(args, labels, results, learned):
     """Draw what --plot and --gif ask for."""
     if args.plot:
-        plot(args.plot, labels, curves["timesteps"], curves["returns"])
+        plot(args.plot, labels, results["timesteps"], results["returns"])
     if args.gif:
         animate(args, **take(learned["episode"], 0))  # of run 0
 
@@ -352,7 +357,7 @@ def main(argv=None):
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
 
-    lines, num_lines, timesteps, interrupted = [], 0, 0, False
+    lines, num_lines, timesteps, stopped = [], 0, 0, None
     began = time.perf_counter()
     try:
         while num_lines < args.num_intervals:
@@ -363,32 +368,32 @@ def main(argv=None):
             lines.append({**line, "timesteps": timesteps})
             state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
             show(describe(lines[-1], train_seconds))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
         if args.distributed or num_lines == 0:
             raise
-        interrupted = True
-        show(f"interrupted: evaluating what was learned up to line {num_lines}")
+        stopped = error
+        show(f"{type(error).__name__}: evaluating what was learned up to line {num_lines}")
 
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
-    curves = stack(lines[:num_lines])
     results = {
         "args": flags,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "interrupted": interrupted,
+        "interrupted": stopped is not None,
         **columns,  # (R,) each
-        **curves,  # (K, R) each
+        **stack(lines[:num_lines]),  # (K, R) each
         **flat(learned),
     }
     if writes and args.save:
         np.savez(args.save, **results)
-    for i, label in enumerate(labels):
-        of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
-        show(f"{label}  {report(take(learned, of_setting))}".strip())
+    for label, of_setting in zip(labels, split(learned, len(labels)), strict=True):
+        show(f"{label}  {report(of_setting)}".strip())
     if writes:
-        draw(args, labels, curves, learned)
+        draw(args, labels, results, learned)
+    if isinstance(stopped, Exception):
+        raise stopped  # a mistake in the loop; what was learned is saved by now
     return results
 
 
@@ -522,6 +527,11 @@ def divide(args, columns):
     return devices, at_once, padded
 
 
+def make_run(args, own):
+    """Make the flags of one run: those of all, with its own seed and values of swept flags."""
+    return argparse.Namespace(**{**vars(args), **own})
+
+
 def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
@@ -531,8 +541,7 @@ def vectorize(function, args, devices, at_once):
 
     def one_run(inputs):
         own, *arrays = inputs
-        run = argparse.Namespace(**{**vars(args), **own})
-        return function(run, *arrays)
+        return function(make_run(args, own), *arrays)
 
     def one_device(*inputs):
         return jax.lax.map(one_run, inputs, batch_size=at_once)
@@ -547,6 +556,12 @@ def vectorize(function, args, devices, at_once):
 def take(tree, rows):
     """Take some rows of each array."""
     return jax.tree.map(lambda array: array[rows], tree)
+
+
+def split(tree, parts):
+    """Split the rows of each array into equal parts. Return a list of trees."""
+    length = len(jax.tree.leaves(tree)[0]) // parts
+    return [take(tree, slice(i * length, (i + 1) * length)) for i in range(parts)]
 
 
 def gather(tree, length):

@@ -104,7 +104,7 @@ def parse_args(argv=None):
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     # To change the environment or its constants, edit args.env or args.env_params here. To sweep a
-    # constant, edit `run` in `vectorize`. Copied: gymnax compiles the steps of an object only once.
+    # constant, edit `make_run`. Copied, because gymnax compiles the steps of an object only once.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     obs_shape = args.env.observation_space(args.env_params).shape
     if len(OBS_SCALE[args.env_id]) != math.prod(obs_shape):
@@ -153,9 +153,8 @@ class TrainState(NamedTuple):
 def optimizer(run):
     """Make Adam for the weights. Its learning rate falls linearly to 0, over num_updates steps.
 
-    If an update makes several steps, multiply num_updates by their number. The centers are frozen:
-    Adam does not see them. Put gradient clipping or weight decay in the place of Adam, too:
-    optax.chain(..., adam).
+    If you make more or fewer steps than updates, change that number. The centers are frozen: Adam
+    does not see them. Gradient clipping and weight decay go inside, too: optax.chain(..., adam).
     """
     adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
     return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
@@ -258,7 +257,7 @@ def train_step(run, state, _):
     """Store the transitions of one vector step, then learn from a random batch of all stored."""
     state, (transitions, to_average) = vector_step(run, state, None)
     # Stored step after step: the next transition of an environment is N slots on, modulo C. Methods
-    # that follow an episode through the buffer must also store `truncated`.
+    # that follow an episode must also store `truncated`, and stop at the newest transition.
     slots = (state.timesteps + jnp.arange(run.num_envs)) % run.buffer_size
     buffer = jax.tree.map(lambda old, new: old.at[slots].set(new), state.buffer, transitions)
     timesteps = state.timesteps + run.num_envs
@@ -328,10 +327,10 @@ def report(learned):
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
 
 
-def draw(args, labels, curves, learned):
+def draw(args, labels, results, learned):
     """Draw what --plot asks for."""
     if args.plot:
-        plot(args.plot, labels, curves["timesteps"], curves["returns"])
+        plot(args.plot, labels, results["timesteps"], results["returns"])
 
 
 def main(argv=None):
@@ -356,7 +355,7 @@ def main(argv=None):
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
 
-    lines, num_lines, timesteps, interrupted = [], 0, 0, False
+    lines, num_lines, timesteps, stopped = [], 0, 0, None
     began = time.perf_counter()
     try:
         while num_lines < args.num_intervals:
@@ -367,32 +366,32 @@ def main(argv=None):
             lines.append({**line, "timesteps": timesteps})
             state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
             show(describe(lines[-1], train_seconds))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
         if args.distributed or num_lines == 0:
             raise
-        interrupted = True
-        show(f"interrupted: evaluating what was learned up to line {num_lines}")
+        stopped = error
+        show(f"{type(error).__name__}: evaluating what was learned up to line {num_lines}")
 
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
-    curves = stack(lines[:num_lines])
     results = {
         "args": flags,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "interrupted": interrupted,
+        "interrupted": stopped is not None,
         **columns,  # (R,) each
-        **curves,  # (K, R) each
+        **stack(lines[:num_lines]),  # (K, R) each
         **flat(learned),
     }
     if writes and args.save:
         np.savez(args.save, **results)
-    for i, label in enumerate(labels):
-        of_setting = slice(i * args.num_seeds, (i + 1) * args.num_seeds)
-        show(f"{label}  {report(take(learned, of_setting))}".strip())
+    for label, of_setting in zip(labels, split(learned, len(labels)), strict=True):
+        show(f"{label}  {report(of_setting)}".strip())
     if writes:
-        draw(args, labels, curves, learned)
+        draw(args, labels, results, learned)
+    if isinstance(stopped, Exception):
+        raise stopped  # a mistake in the loop; what was learned is saved by now
     return results
 
 
@@ -518,6 +517,11 @@ def divide(args, columns):
     return devices, at_once, padded
 
 
+def make_run(args, own):
+    """Make the flags of one run: those of all, with its own seed and values of swept flags."""
+    return argparse.Namespace(**{**vars(args), **own})
+
+
 def vectorize(function, args, devices, at_once):
     """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
 
@@ -527,8 +531,7 @@ def vectorize(function, args, devices, at_once):
 
     def one_run(inputs):
         own, *arrays = inputs
-        run = argparse.Namespace(**{**vars(args), **own})
-        return function(run, *arrays)
+        return function(make_run(args, own), *arrays)
 
     def one_device(*inputs):
         return jax.lax.map(one_run, inputs, batch_size=at_once)
@@ -543,6 +546,12 @@ def vectorize(function, args, devices, at_once):
 def take(tree, rows):
     """Take some rows of each array."""
     return jax.tree.map(lambda array: array[rows], tree)
+
+
+def split(tree, parts):
+    """Split the rows of each array into equal parts. Return a list of trees."""
+    length = len(jax.tree.leaves(tree)[0]) // parts
+    return [take(tree, slice(i * length, (i + 1) * length)) for i in range(parts)]
 
 
 def gather(tree, length):

@@ -5,7 +5,6 @@ must follow from it. Bounds on frequencies are five standard deviations or as wi
 also passes after a change of the keys, or of the order in which they are split.
 """
 
-import argparse
 import gc
 import importlib
 import inspect
@@ -56,7 +55,7 @@ def one_run(script, flags="", **own):
     """Flags as a function of one run takes them: of swept flags the first value, or your own."""
     args = script.parse_args(flags.split())
     first = {name: getattr(args, name)[0] for name in args.swept}
-    return argparse.Namespace(**{**vars(args), **first, **own})
+    return script.make_run(args, {**first, **own})
 
 
 def jit(function, run):

@@ -4,8 +4,6 @@ Each test changes a copy of a script as a user would, by a diff, runs it for a f
 what must come out.
 """
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -107,11 +105,11 @@ def test_the_loss_of_the_policy_has_no_gradient_by_a_learned_baseline():
 
 
 ENTROPY = """
--    return jnp.where(step.mask, -advantage * log_prob(run, params, obs, action), 0.0)
-+    log_pi = jax.nn.log_softmax(network(params, obs))
-+    entropy = -jnp.sum(jnp.exp(log_pi) * log_pi)
-+    loss = -advantage * log_prob(run, params, obs, action) - 0.1 * entropy
-+    return jnp.where(step.mask, loss, 0.0)
+-        return jnp.where(step.mask, -advantage * log_prob(run, params, obs, action), 0.0)
++        log_pi = jax.nn.log_softmax(network(params, obs))
++        entropy = -jnp.sum(jnp.exp(log_pi) * log_pi)
++        loss = -advantage * log_prob(run, params, obs, action) - 0.1 * entropy
++        return jnp.where(step.mask, loss, 0.0)
 """
 
 
@@ -131,6 +129,27 @@ def test_an_entropy_bonus_does_not_count_the_padding():
     for name in params:
         np.testing.assert_allclose(of_padded[name], of_real[name], rtol=1e-6)
     assert np.all(of_real["b1"] != 0)
+
+
+BETA = """
+-    return jnp.sum(jax.scipy.stats.norm.logpdf(action, output, jnp.exp(params["log_std"])))
++    return jnp.sum(jax.scipy.stats.beta.logpdf(action, jnp.exp(output), 2.0))
+"""
+
+
+def test_the_padding_may_lie_where_a_policy_has_no_density():
+    """Beta distributions have none at 0, so 0 must not stand in for the padding."""
+    module = changed(REINFORCE, BETA)
+    params = {"w0": np.ones((1, 2)), "b0": np.zeros(2), "w1": np.ones((2, 1)), "b1": np.zeros(1)}
+    episodes = module.Step(
+        obs=np.array([[[0.3], [np.nan]]]),
+        action=np.array([[[0.5], [np.nan]]]),
+        reward=np.array([[1.0, 0.0]]),
+        mask=np.array([[True, False]]),
+    )
+    slope = jax.grad(partial(module.policy_loss, SimpleNamespace(discrete=False)))
+    for gradient in slope(params, episodes, np.array([[1.0, 1.0]])).values():
+        assert np.isfinite(gradient).all()
 
 
 NESTED = """
@@ -204,29 +223,42 @@ def test_a_metric_with_the_name_of_another_result_is_refused_before_training(nam
         module.main(TD_FLAGS.split())
 
 
-OWN_METRICS = """
+OF_EACH = """
      metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
-+    metrics |= {"of_each": errors, "q": {"max": jnp.max(values)}}
++    metrics["of_each"] = errors
+"""
+OF_EACH_ACTION = """
+-    metrics = {"rewards": reward, "episodes": terminated}
++    metrics = {"of_each": values, "rewards": reward, "episodes": terminated}
+"""
+OF_EACH_EPISODE = """
+     metrics = {"returns": jnp.mean(returns)}
++    metrics["of_each"] = returns
 """
 
 
-@cache
-def with_own_metrics():
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        results = run(REPLAY, OWN_METRICS)
-    return results, output.getvalue()
+@pytest.mark.parametrize(
+    ("script", "diff", "length"),
+    [
+        (PARALLEL, OF_EACH, 16),  # transitions of a batch
+        (REPLAY, OF_EACH, 32),
+        (GRID, OF_EACH_ACTION, 4),
+        (REINFORCE, OF_EACH_EPISODE, 4),
+    ],
+)
+def test_a_metric_of_many_numbers_is_saved_in_full_but_not_printed(script, diff, length, capsys):
+    results = run(script, diff)
+    assert results["of_each"].shape == (2, 1, length)  # lines, runs
+    assert "of_each" not in capsys.readouterr().out
 
 
-def test_a_metric_of_many_numbers_is_saved_in_full_but_not_printed():
-    results, printed = with_own_metrics()
-    assert results["of_each"].shape == (2, 1, 32)  # lines, runs, batch
-    assert "of_each" not in printed
-
-
-def test_metrics_may_be_nested():
-    results, printed = with_own_metrics()
-    assert results["q.max"].shape == (2, 1) and "q.max" in printed
+def test_metrics_may_be_nested(capsys):
+    nested = """
+     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
++    metrics["q"] = {"max": jnp.max(values)}
+"""
+    results = run(REPLAY, nested)
+    assert results["q.max"].shape == (2, 1) and "q.max" in capsys.readouterr().out
 
 
 def test_greedy_returns_at_every_line_change_nothing_that_is_learned():
@@ -246,6 +278,26 @@ def test_a_loop_that_is_left_early_is_not_interrupted():
     results = run(PARALLEL, early)
     assert results["returns"].shape == (1, 1)  # one line of two
     assert not results["interrupted"]
+
+
+FAILING_LOGGER = """
+             show(describe(lines[-1], train_seconds))
++            lines[-1]["logged"] = log(num_lines)
+"""
+
+
+def test_an_error_in_the_loop_is_raised_after_what_was_learned_is_saved(tmp_path):
+    def log(line):
+        if line == 2:
+            raise ConnectionError("the logger is gone")
+        return 7.0
+
+    flags = f"--num-intervals 3 --save {tmp_path / 'x.npz'}"
+    with pytest.raises(ConnectionError):
+        run(PARALLEL, FAILING_LOGGER, flags, log=log)
+    saved = np.load(tmp_path / "x.npz")
+    assert saved["interrupted"] and saved["returns"].shape == (2, 1)  # two lines, one run
+    assert saved["logged"].tolist() == [7]  # the second line has no such number
 
 
 # Flags
@@ -402,6 +454,15 @@ def test_a_table_of_integers_is_refused():
 """
     with pytest.raises(TypeError, match="q_table='int32"):
         run(GRID, optimistic)
+
+
+def test_the_grid_world_may_have_two_goals():
+    """Three steps from the start is a second goal, in the same column."""
+    second = """
+-    return jnp.all(cell == jnp.array([0, 0]))
++    return jnp.any(jnp.all(cell == jnp.array([[0, 0], [4, 11]]), axis=1))
+"""
+    assert run(GRID, second)["greedy_steps"] == 3
 
 
 # The docstring of the grid world says what slippery ground takes: another draw, many episodes.

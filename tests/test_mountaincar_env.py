@@ -1,7 +1,9 @@
 """mountaincar_env.py against Gymnasium's and gymnax's MountainCar, and what a rollout counts."""
 
 import itertools
+import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium
@@ -270,6 +272,19 @@ def test_a_class_without_terminal_states_runs_to_the_time_limit(short, monkeypat
 def test_parameters_may_be_arrays(short, monkeypatch):
     monkeypatch.setattr(car, "PARAMS", jax.tree.map(jnp.array, car.PARAMS))
     assert short("--num-envs 9")["obs"].shape == (9, 6, 20, 2)
+
+
+def test_flags_of_any_type_are_saved(short, monkeypatch):
+    parse_args = car.parse_args
+
+    def with_own_flag(argv):
+        args = parse_args(argv)
+        args.folder, args.bins = Path("a/b"), np.arange(3)
+        return args
+
+    monkeypatch.setattr(car, "parse_args", with_own_flag)
+    flags = json.loads(short("--num-envs 9")["args"])
+    assert flags["folder"] == "a/b" and flags["bins"] == [0, 1, 2]
 
 
 def changed_rollout(monkeypatch, **more):
