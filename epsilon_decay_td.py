@@ -385,7 +385,7 @@ def main(argv=None):
         if args.distributed or num_lines == 0:
             raise
         stopped = error
-        show(f"{type(error).__name__}: evaluating what was learned up to line {num_lines}")
+        show(f"interrupted by {error!r}: evaluating what was learned up to line {num_lines}")
 
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
