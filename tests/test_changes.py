@@ -203,7 +203,7 @@ def test_a_metric_is_printed_and_saved(script, capsys):
 
 
 def refuse_to_train(*_):
-    raise AssertionError("it was trained")
+    pytest.fail("it was trained")  # no Exception, which main would raise after the evaluation
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "timesteps"])
@@ -280,26 +280,6 @@ def test_a_loop_that_is_left_early_is_not_interrupted():
     assert not results["interrupted"]
 
 
-FAILING_LOGGER = """
-             show(describe(lines[-1], train_seconds))
-+            lines[-1]["logged"] = log(num_lines)
-"""
-
-
-def test_an_error_in_the_loop_is_raised_after_what_was_learned_is_saved(tmp_path):
-    def log(line):
-        if line == 2:
-            raise ConnectionError("the logger is gone")
-        return 7.0
-
-    flags = f"--num-intervals 3 --save {tmp_path / 'x.npz'}"
-    with pytest.raises(ConnectionError):
-        run(PARALLEL, FAILING_LOGGER, flags, log=log)
-    saved = np.load(tmp_path / "x.npz")
-    assert saved["interrupted"] and saved["returns"].shape == (2, 1)  # two lines, one run
-    assert saved["logged"].tolist() == [7]  # the second line has no such number
-
-
 # Flags
 
 OWN_FLAGS = """
@@ -326,15 +306,6 @@ def test_a_list_among_the_flags_is_not_swept():
     assert one_run(module).sizes == [64, 32]
     columns, labels = module.settings_and_seeds(module.parse_args([]))
     assert columns["seed"].tolist() == [0] and "sizes" not in columns and labels == [""]
-
-
-def test_a_swept_flag_takes_numbers_or_is_refused():
-    module = changed(PARALLEL)
-    args = module.parse_args([])
-    for values in ["relu"], [[0.1, 0.2]], 0.5, [2**31], [10**30]:  # jax has 32 bits
-        args.gamma = values
-        with pytest.raises(ValueError, match="gamma is swept"):
-            module.settings_and_seeds(args)
 
 
 def test_pairs_of_values_may_be_swept_instead_of_all_combinations():

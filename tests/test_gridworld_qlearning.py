@@ -115,6 +115,7 @@ def test_a_default_run_finds_the_exact_value_of_the_start():
     results = grid.main("--num-seeds 3".split())
     start_values = results["q_table"][:, 7, 11].max(axis=1)
     close(start_values, 0.9**17, rtol=1e-4)  # the goal is 18 steps away: gamma^(18 - 1)
+    np.testing.assert_array_equal(results["start_value"], start_values)
     assert results["greedy_steps"].tolist() == [18] * 3
     assert len(np.unique(results["q_table"], axis=0)) == 3  # each seed plays on its own
 

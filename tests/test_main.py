@@ -103,6 +103,21 @@ def test_all_combinations_of_swept_values_run_with_all_seeds(toy):
     np.testing.assert_array_equal(toy.results["seed"], seed)
 
 
+def test_a_swept_flag_takes_numbers_that_jax_can_hold(script):
+    args = script.parse_args([])
+    args.gamma = [2**31 - 1, 0]
+    columns, labels = script.settings_and_seeds(args)
+    assert columns["gamma"].tolist() == [2**31 - 1, 0] and len(labels) == 2
+
+
+@pytest.mark.parametrize("values", [["relu"], [[0.1, 0.2]], 0.5, [2**31], [10**30]])
+def test_a_swept_flag_of_other_values_is_refused(script, values):
+    args = script.parse_args([])
+    args.gamma = values
+    with pytest.raises(ValueError, match="gamma is swept"):
+        script.settings_and_seeds(args)
+
+
 def test_each_run_learns_with_its_own_flags(toy):
     assert toy.results["returns"].shape == (4, 45)
     for line in range(4):
@@ -228,6 +243,26 @@ def test_a_result_that_only_some_lines_have_is_saved(script, monkeypatch):
     assert curves["returns"].tolist() == [[1, 2], [3, 4]] and curves["own"].tolist() == [5]
 
 
+def test_an_error_in_the_loop_is_raised_after_what_was_learned_is_saved(
+    script, monkeypatch, tmp_path
+):
+    """As that of a logger of one's own."""
+    described = []
+
+    def fail_in_the_third_line(line, seconds):
+        described.append(line)
+        if len(described) == 3:
+            raise ConnectionError
+        return "a line"
+
+    monkeypatch.setattr(script, "describe", fail_in_the_third_line)
+    with pytest.raises(ConnectionError):
+        run_toy(script, f"--save {tmp_path / 'x.npz'}")
+    saved = np.load(tmp_path / "x.npz")
+    assert saved["interrupted"] and len(saved["returns"]) == 3
+    np.testing.assert_array_equal(saved["layer.kernel"], state_after(3))
+
+
 def test_one_run_takes_one_device(script, capsys):
     script.main([])
     assert numbers_in(capsys.readouterr().out.splitlines()[0]) == [1, 1]  # run, device
@@ -319,7 +354,7 @@ def untrained(script, monkeypatch):
     """The script, but a progress line is an error: so what is refused is refused before."""
 
     def fail(*_):
-        raise AssertionError("it was trained")
+        pytest.fail("it was trained")  # no Exception, which main would raise after the evaluation
 
     monkeypatch.setattr(script, "describe", fail)
     return script
