@@ -549,7 +549,7 @@ def check_results(flags, state, next_state, *results):
     names += [*flags, *(name for name, _ in arrays)]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two results, or a flag and a result, have the name {name!r}")
+            raise ValueError(f"rename one of the flags and results that have the name {name!r}")
     for name, array in arrays:
         if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
             raise TypeError(f"{name!r} has the type {array.dtype}, which NumPy cannot save")
