@@ -179,7 +179,7 @@ def train_interval(run, state):
     episodes = means.pop("episodes")  # ended per step
     steps_per_episode = jnp.where(episodes > 0, 1 / episodes, jnp.nan)
     returns = means.pop("rewards") * steps_per_episode
-    # Steps of this run.
+    # Steps of this run; `main` adds them up.
     timesteps = jnp.array(run.interval_blocks * BLOCK)
     return state, dict(
         timesteps=timesteps, returns=returns, steps_per_episode=steps_per_episode, **means
@@ -252,7 +252,7 @@ def main(argv=None):
 
     began = time.perf_counter()
     state = over_runs(init_state)(padded)
-    train = over_runs(train_interval).lower(padded, state)  # known now: shapes and types of results
+    train = over_runs(train_interval).lower(padded, state)  # traced: shapes and types are known
     finish = over_runs(evaluate).lower(padded, state)
     check_results(columns, state, *train.out_info, finish.out_info)
     try_report(finish.out_info, args.num_seeds)

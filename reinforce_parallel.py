@@ -349,7 +349,7 @@ def main(argv=None):
 
     began = time.perf_counter()
     state = over_runs(init_state)(padded)
-    train = over_runs(train_interval).lower(padded, state)  # known now: shapes and types of results
+    train = over_runs(train_interval).lower(padded, state)  # traced: shapes and types are known
     finish = over_runs(evaluate).lower(padded, state)
     check_results(columns, state, *train.out_info, finish.out_info)
     try_report(finish.out_info, args.num_seeds)

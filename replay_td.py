@@ -284,7 +284,7 @@ def train_interval(run, state):
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
     # The mean return of an episode: the ratio of two means is that of the sums; nan if none ended.
     returns = means.pop("return_sum") / means.pop("episodes")
-    # Steps of this run.
+    # Steps of this run; `main` adds them up.
     timesteps = jnp.array(run.interval_updates * run.num_envs)
     return state, dict(timesteps=timesteps, returns=returns, **means)
 
@@ -347,7 +347,7 @@ def main(argv=None):
 
     began = time.perf_counter()
     state = over_runs(init_state)(padded)
-    train = over_runs(train_interval).lower(padded, state)  # known now: shapes and types of results
+    train = over_runs(train_interval).lower(padded, state)  # traced: shapes and types are known
     finish = over_runs(evaluate).lower(padded, state)
     check_results(columns, state, *train.out_info, finish.out_info)
     try_report(finish.out_info, args.num_seeds)
