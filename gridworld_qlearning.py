@@ -301,7 +301,7 @@ def main(argv=None):
 
 
 RUNS_AT_ONCE = 1  # on a core of a CPU: updating several tables at once is slow there
-COMPILER_OPTIONS = None
+COMPILER_OPTIONS = {}
 
 
 def plot(path, labels, tables):
@@ -439,7 +439,7 @@ def vectorize(function, args, devices, at_once):
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
     # check_vma would reject loops that start from constants.
     spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
-    options = COMPILER_OPTIONS if devices[0].platform == "cpu" else None
+    options = COMPILER_OPTIONS.get(devices[0].platform)
     return jax.jit(spread, compiler_options=options)
 
 

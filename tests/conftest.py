@@ -11,7 +11,8 @@ import inspect
 import os
 import sys
 import tempfile
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,6 +25,7 @@ PARALLEL, REPLAY, DECAY, GRID, REINFORCE, CAR = SCRIPTS
 
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where there is a GPU; some tests count devices
 gc.set_threshold(200_000)  # rarely: looking for garbage took a twentieth of the time
 # Programs of tests are short: compile them fast rather than well, and the same one once.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -47,7 +49,7 @@ def changed(script, *diffs, **names):
     module = ModuleType("changed")
     vars(module).update(names)
     exec(compile(changed_text(script, *diffs), f"changed {script}", "exec"), vars(module))
-    module.COMPILER_OPTIONS = None  # compiles faster
+    module.COMPILER_OPTIONS = {}  # compiles faster
     return module
 
 
@@ -96,12 +98,39 @@ def is_key(leaf):
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+POOL = ThreadPoolExecutor(1)  # one thing at a time: the tests need the other core
+
+
+def in_background(function):
+    """Run a function beside the tests from `start` on. A call waits for what it returns."""
+
+    @cache
+    def start(*args):
+        return POOL.submit(function, *args)
+
+    def wait(*args):
+        return start(*args).result()
+
+    wait.start = start
+    return wait
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "starts(program): starts it before the first test")
+
+
 def pytest_collection_finish(session):
-    """Start the commands of test_smoke.py and the job now, so that they run beside other tests."""
+    """Start what tests wait for, commands for example, so that it runs beside the other tests."""
+    if session.config.option.collectonly:
+        return
+    smoke = [item for item in session.items if item.module.__name__ == "test_smoke"]
+    if len(smoke) == len(session.items):
+        global POOL
+        POOL = ThreadPoolExecutor(2)  # there are no other tests
+    for item in smoke:
+        if not hasattr(item.module.run, "start"):
+            item.module.run = in_background(item.module.run)
+        item.module.run.start(item.callspec.params["script"])
     for item in session.items:
-        if session.config.option.collectonly:
-            return
-        if item.module.__name__ == "test_smoke":
-            item.module.start(item.callspec.params["script"])
-        if "a_job_of_two_tasks" in item.name:
-            item.module.start_job()
+        for mark in item.iter_markers("starts"):
+            mark.kwargs["program"].start()

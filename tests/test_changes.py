@@ -4,6 +4,8 @@ Each test changes a copy of a script as a user would, by a diff, runs it for a f
 what must come out.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -174,32 +176,67 @@ def test_a_policy_is_continuous_because_of_its_environment_not_because_of_a_name
 # Metrics
 
 
+TD_METRICS = '     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}'
+GRID_METRICS = '     metrics = {"rewards": reward, "episodes": terminated}'
+REINFORCE_METRICS = '     metrics = {"returns": jnp.mean(returns)}'
+
+# Where a script makes its metrics, an array that is known there, and its length.
+METRICS = {
+    PARALLEL: (TD_METRICS, "values", 16),  # of the transitions of a batch
+    REPLAY: (TD_METRICS, "values", 32),
+    GRID: (GRID_METRICS, "values", 4),  # of the actions
+    REINFORCE: (REINFORCE_METRICS, "returns", 4),  # of the episodes
+}
+
+
 def with_metric(script, name):
     """A diff that adds a metric."""
-    if script == GRID:
-        return f"""
--    metrics = {{"rewards": reward, "episodes": terminated}}
-+    metrics = {{"{name}": td_error, "rewards": reward, "episodes": terminated}}
-"""
-    if script == REINFORCE:
-        return f"""
-     metrics = {{"returns": jnp.mean(returns)}}
-+    metrics["{name}"] = jnp.max(returns)
-"""
+    line, array, _ = METRICS[script]
     return f"""
-     metrics = {{"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}}
-+    metrics["{name}"] = jnp.max(values)
+{line}
++    metrics["{name}"] = jnp.max({array})
 """
 
 
-@pytest.mark.parametrize("script", [REPLAY, GRID, REINFORCE])
-def test_a_metric_is_printed_and_saved(script, capsys):
-    results = run(script, with_metric(script, "own"))
-    assert results["own"].shape == (2, 1)  # lines, runs
-    lines = [text for text in capsys.readouterr().out.splitlines() if "own" in text]
-    for text, value in zip(lines, results["own"][:, 0], strict=True):
-        printed = float(re.search(r"own\W*(-?[\d.]+)", text)[1])
-        np.testing.assert_allclose(printed, value, rtol=1e-3)
+@pytest.fixture(scope="module", params=METRICS)
+def own_metrics(request):
+    """What a script prints and returns with metrics of one number, of many, and nested ones."""
+    line, array, length = METRICS[request.param]
+    diff = f"""
+{line}
++    metrics["largest"] = jnp.max({array})
++    metrics["of_each"] = {array}
++    metrics["nested"] = {{"smallest": jnp.min({array})}}
+"""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        results = run(request.param, diff)
+    return SimpleNamespace(results=results, text=output.getvalue(), length=length)
+
+
+def test_a_metric_is_saved_for_each_line_and_run(own_metrics):
+    assert own_metrics.results["largest"].shape == (2, 1)
+
+
+def test_a_metric_of_many_numbers_is_saved_in_full(own_metrics):
+    many = own_metrics.results["of_each"]
+    assert many.shape == (2, 1, own_metrics.length)
+    # Means of largest numbers are not below the largest of means.
+    assert np.all(own_metrics.results["largest"] >= many.max(axis=2) - 1e-6)
+
+
+def test_nested_metrics_are_saved_under_joined_names(own_metrics):
+    smallest = own_metrics.results["nested.smallest"]
+    assert smallest.shape == (2, 1) and np.all(smallest <= own_metrics.results["largest"])
+
+
+@pytest.mark.parametrize("name", ["largest", "nested.smallest"])
+def test_a_metric_is_printed_at_every_line(own_metrics, name):
+    printed = re.findall(rf"{re.escape(name)}[^\w-]*(-?[\d.]+(?:e-?\d+)?)", own_metrics.text)
+    np.testing.assert_allclose(np.array(printed, float), own_metrics.results[name][:, 0], rtol=1e-3)
+
+
+def test_a_metric_of_many_numbers_is_not_printed(own_metrics):
+    assert "of_each" not in own_metrics.text
 
 
 def refuse_to_train(*_):
@@ -221,44 +258,6 @@ def test_a_metric_with_the_name_of_another_result_is_refused_before_training(nam
     module.describe = refuse_to_train
     with pytest.raises((TypeError, ValueError), match=name):
         module.main(TD_FLAGS.split())
-
-
-OF_EACH = """
-     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
-+    metrics["of_each"] = errors
-"""
-OF_EACH_ACTION = """
--    metrics = {"rewards": reward, "episodes": terminated}
-+    metrics = {"of_each": values, "rewards": reward, "episodes": terminated}
-"""
-OF_EACH_EPISODE = """
-     metrics = {"returns": jnp.mean(returns)}
-+    metrics["of_each"] = returns
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "diff", "length"),
-    [
-        (PARALLEL, OF_EACH, 16),  # transitions of a batch
-        (REPLAY, OF_EACH, 32),
-        (GRID, OF_EACH_ACTION, 4),
-        (REINFORCE, OF_EACH_EPISODE, 4),
-    ],
-)
-def test_a_metric_of_many_numbers_is_saved_in_full_but_not_printed(script, diff, length, capsys):
-    results = run(script, diff)
-    assert results["of_each"].shape == (2, 1, length)  # lines, runs
-    assert "of_each" not in capsys.readouterr().out
-
-
-def test_metrics_may_be_nested(capsys):
-    nested = """
-     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
-+    metrics["q"] = {"max": jnp.max(values)}
-"""
-    results = run(REPLAY, nested)
-    assert results["q.max"].shape == (2, 1) and "q.max" in capsys.readouterr().out
 
 
 def test_greedy_returns_at_every_line_change_nothing_that_is_learned():
@@ -427,12 +426,15 @@ def test_a_table_of_integers_is_refused():
 
 
 def test_the_grid_world_may_have_two_goals():
-    """Three steps from the start is a second goal, in the same column."""
+    """A policy that always goes up arrives at a second goal, three steps from the start."""
     second = """
 -    return jnp.all(cell == jnp.array([0, 0]))
 +    return jnp.any(jnp.all(cell == jnp.array([[0, 0], [4, 11]]), axis=1))
 """
-    assert run(GRID, second)["greedy_steps"] == 3
+    module = changed(GRID, second)
+    q_table = jnp.tile(jnp.array([0.0, 0.0, 0.0, 1.0]), (8, 12, 1))
+    learned = module.evaluate(one_run(module), SimpleNamespace(q_table=q_table))
+    assert learned["greedy_steps"] == 3
 
 
 # The docstring of the grid world says what slippery ground takes: another draw, many episodes.

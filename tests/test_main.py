@@ -303,6 +303,14 @@ def test_the_size_of_a_batch_changes_no_result(script, at_once, monkeypatch):
     np.testing.assert_array_equal(results["layer.kernel"], state_after(4))
 
 
+def test_options_of_the_compiler_are_those_of_the_device(script, monkeypatch):
+    monkeypatch.setattr(script, "COMPILER_OPTIONS", {"gpu": {"no_such_option": 1}})
+    run_toy(script)  # on a CPU
+    monkeypatch.setattr(script, "COMPILER_OPTIONS", {"cpu": {"no_such_option": 1}})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        run_toy(script)
+
+
 @pytest.fixture
 def figure(script, monkeypatch, tmp_path):
     """The figure that --plot draws of the toy."""

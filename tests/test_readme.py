@@ -1,11 +1,15 @@
 """README.md: its commands are accepted, its recipes apply and run, its lines of Python work."""
 
+import os
 import re
+import subprocess
+import sys
+import tempfile
 
 import gymnasium
 import numpy as np
 import pytest
-from conftest import GRID, PARALLEL, REPLAY, ROOT, SCRIPTS, changed, load
+from conftest import GRID, PARALLEL, REPLAY, ROOT, SCRIPTS, changed, in_background, load
 from test_changes import FLAGS, unchanged
 
 README = (ROOT / "README.md").read_text()
@@ -79,27 +83,56 @@ def test_training_starts_from_saved_weights(monkeypatch, tmp_path):
     np.testing.assert_array_equal(after["centers"], before["centers"])
 
 
-def test_an_environment_of_ones_own_runs_by_name(capsys):
+def run_python(code):
+    """Run lines of Python in the folder of the scripts. Return what they printed."""
+    env = {name: text for name, text in os.environ.items() if not name.startswith(("JAX", "XLA"))}
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@in_background
+def own_environment():
     code = block("**An environment of your own.**", "python")
     shorter = code.replace("5e5", "640").replace("1000", "7 --eval-episodes 2")
     assert shorter != code
-    exec(shorter, {})
-    assert -200 <= float(capsys.readouterr().out.splitlines()[-1]) < 0  # a return of MountainCar
+    return run_python(shorter)
 
 
-def test_one_run_can_be_debugged_without_jit():
+@pytest.mark.starts(program=own_environment)
+def test_an_environment_of_ones_own_runs_by_name():
+    assert -200 <= float(own_environment().splitlines()[-1]) < 0  # a return of MountainCar
+
+
+@in_background
+def debugging():
     code = block("**Debug.**", "python")
     shorter = code.replace("parse_args([])", "parse_args('--num-envs 1 --batch-size 1'.split())")
     assert shorter != code
-    scope = {}
-    exec(shorter, scope)
-    assert 0 < float(scope["metrics"]["td_error"]) < 2
+    return run_python(f"{shorter}\nprint(metrics['td_error'].item())")
 
 
+@pytest.mark.starts(program=debugging)
+def test_one_run_can_be_debugged_without_jit():
+    assert 0 < float(debugging().splitlines()[-1]) < 2
+
+
+@in_background
+def trained():
+    """What `--save` writes of a run that has learned to balance the pole."""
+    folder = tempfile.TemporaryDirectory()
+    flags = f"--seed 100 --num-intervals 1 --save {folder.name}/learned.npz"
+    run_python(f"import parallel_td\nparallel_td.main({flags.split()})")
+    with np.load(f"{folder.name}/learned.npz") as file:
+        return dict(file)
+
+
+@pytest.mark.starts(program=trained)
 def test_what_a_run_learns_balances_the_pole_of_gymnasium(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    results = load(PARALLEL).main("--seed 100 --num-intervals 1 --save learned.npz".split())
-    assert results["greedy_return"].mean() >= 475
+    np.savez("learned.npz", **trained())
+    assert trained()["greedy_return"].mean() >= 475
     code = block("## Use what was learned", "python")
     env, steps, over = gymnasium.make("CartPole-v1"), 0, False
     obs, _ = env.reset(seed=0)

@@ -4,6 +4,7 @@ This file needs nothing else of this repository. Copy it together with a script,
 script's line in COMMANDS.
 """
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -30,36 +31,26 @@ SWEEP = "--num-seeds 3 --gamma 0.5 0.75 --num-intervals 3"  # six runs; the car 
 
 
 @cache
-def start(script):
-    """Start a command. conftest.py starts all that are needed at once, before the first test."""
+def run(script):
+    """Run a command. Return what it printed, its errors, its exit status, and its folder.
+
+    conftest.py replaces this function, so that commands run beside the other tests.
+    """
     # Without the settings that other tests make for themselves.
     env = {name: text for name, text in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     env["JAX_CHECK_TRACER_LEAKS"] = "1"
-    folder = tempfile.TemporaryDirectory()  # removed when Python ends
-    shutil.copy(SCRIPTS / script, folder.name)
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    shutil.copy(SCRIPTS / script, folder)
     sweep = "" if script == "mountaincar_env.py" else SWEEP
-    process = subprocess.Popen(
-        [sys.executable, script, *sweep.split(), *COMMANDS[script].split()],
-        cwd=folder.name,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return process, folder
-
-
-@cache
-def finished(script):
-    """What a command printed, its errors, its exit status, and its folder."""
-    process, folder = start(script)
-    output, errors = process.communicate()
-    return output, errors, process.returncode, Path(folder.name)
+    command = [sys.executable, script, *sweep.split(), *COMMANDS[script].split()]
+    process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    return process.stdout, process.stderr, process.returncode, folder
 
 
 @pytest.mark.parametrize("script", COMMANDS)
 def test_runs_alone_in_an_empty_folder(script):
-    output, errors, status, _ = finished(script)
+    output, errors, status, _ = run(script)
     assert status == 0, errors
     assert errors == ""
     assert "compiled in" in output
@@ -67,7 +58,7 @@ def test_runs_alone_in_an_empty_folder(script):
 
 @pytest.mark.parametrize("script", COMMANDS)
 def test_writes_the_files_that_were_asked_for_and_no_others(script):
-    *_, folder = finished(script)
+    *_, folder = run(script)
     asked = [word for word in COMMANDS[script].split() if "." in word]
     assert sorted(path.name for path in folder.iterdir()) == sorted([script, *asked])
     assert all((folder / name).stat().st_size > 2000 for name in asked)
@@ -75,14 +66,14 @@ def test_writes_the_files_that_were_asked_for_and_no_others(script):
 
 @pytest.mark.parametrize("script", COMMANDS)
 def test_saves_a_number_for_each_of_three_lines(script):
-    *_, folder = finished(script)
+    *_, folder = run(script)
     with np.load(folder / "run.npz") as saved:
         assert len(saved["returns"]) == len(saved["timesteps"]) == 3
 
 
 @pytest.mark.parametrize("script", [script for script in COMMANDS if "car" not in script])
 def test_saves_a_column_for_each_of_six_runs(script):
-    *_, folder = finished(script)
+    *_, folder = run(script)
     with np.load(folder / "run.npz") as saved:
         assert saved["returns"].shape == (3, 6)
         assert saved["seed"].tolist() == [0, 1, 2, 0, 1, 2]
