@@ -1,8 +1,8 @@
 """What the tests share: the scripts, the flags of one run, and a way to watch what a function does.
 
 The tests never draw random numbers for a script. They watch what the script drew, and compute what
-must follow from it. Bounds on frequencies are five standard deviations or as wide, so that a test
-also passes after a change of the keys, or of the order in which they are split.
+must follow from it. Bounds on frequencies are at least five standard deviations wide, so that a
+test also passes after a change of the keys, or of the order in which they are split.
 """
 
 import gc
@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where there is a GPU; some tests count devices
 gc.set_threshold(200_000)  # rarely: looking for garbage took a twentieth of the time
-# Programs of tests are short: compile them fast rather than well, and the same one once.
+# What tests compile runs for a moment: compile it quickly, with little optimization, and keep it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if version("jax").startswith("0.10."):  # jax 0.11 does not know this flag
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
@@ -36,6 +36,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # no word when a program comes from the cache
 import jax
+import pytest
 from diffs import changed_text
 
 
@@ -45,7 +46,7 @@ def load(script):
 
 
 def changed(script, *diffs, **names):
-    """Import a changed copy of a script, which also knows the names given, as a class of yours."""
+    """Import a copy of a script, changed by diffs. Names given, as a class, are globals of it."""
     module = ModuleType("changed")
     vars(module).update(names)
     exec(compile(changed_text(script, *diffs), f"changed {script}", "exec"), vars(module))
@@ -70,7 +71,8 @@ def watch(monkeypatch, owner, name, ordered=True):
 
     A record has the arguments by name, and what was returned as `out`, all as NumPy arrays. Wait
     for the last one by jax.effects_barrier(). A function that is vmapped is called once for many,
-    and cannot be watched in order: with ordered=False, there is a record for each of the many.
+    and cannot be watched in order: with ordered=False, there is a record for each of the many, in
+    any order.
     """
     records, function = [], getattr(owner, name)
     signature = inspect.signature(function)
@@ -94,19 +96,27 @@ def watch(monkeypatch, owner, name, ordered=True):
     return records
 
 
+def refuse_to_train(*_):
+    """Stands in for `describe`, which describes the first progress line: nothing may be trained."""
+    pytest.fail("it was trained")  # raises what `main` does not catch, unlike AssertionError
+
+
 def is_key(leaf):
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-POOL = ThreadPoolExecutor(1)  # one thing at a time: the tests need the other core
+# Some tests wait for programs, as a user runs them. `in_background` makes a function that runs one.
+# Its `start` puts it into a queue, which is worked off beside the tests; a call waits for its end.
+# A test says @pytest.mark.starts(program=...), so that its program is started before all tests.
+QUEUE = ThreadPoolExecutor(1)  # one program at a time, because the tests need the other core
 
 
 def in_background(function):
-    """Run a function beside the tests from `start` on. A call waits for what it returns."""
+    """Make a function that can `start` beside the tests. A call waits for what it returns."""
 
     @cache
     def start(*args):
-        return POOL.submit(function, *args)
+        return QUEUE.submit(function, *args)
 
     def wait(*args):
         return start(*args).result()
@@ -116,21 +126,23 @@ def in_background(function):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "starts(program): starts it before the first test")
+    config.addinivalue_line("markers", "starts(program): is started before the first test")
 
 
-def pytest_collection_finish(session):
-    """Start what tests wait for, commands for example, so that it runs beside the other tests."""
-    if session.config.option.collectonly:
-        return
-    smoke = [item for item in session.items if item.module.__name__ == "test_smoke"]
-    if len(smoke) == len(session.items):
-        global POOL
-        POOL = ThreadPoolExecutor(2)  # there are no other tests
+@pytest.fixture(scope="session", autouse=True)
+def programs(request):
+    """Start the programs of all selected tests. At the end, drop those that have not begun."""
+    global QUEUE
+    items = request.session.items
+    smoke = [item for item in items if item.module.__name__ == "test_smoke"]
+    if smoke == items:
+        QUEUE = ThreadPoolExecutor(2)  # no other test needs a core
     for item in smoke:
-        if not hasattr(item.module.run, "start"):
+        if not hasattr(item.module.run, "start"):  # test_smoke.py does not know conftest.py
             item.module.run = in_background(item.module.run)
         item.module.run.start(item.callspec.params["script"])
-    for item in session.items:
+    for item in items:
         for mark in item.iter_markers("starts"):
             mark.kwargs["program"].start()
+    yield
+    QUEUE.shutdown(wait=False, cancel_futures=True)

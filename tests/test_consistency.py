@@ -23,7 +23,6 @@ DIFFERENT = {
     "LOOPS": ([], "the limit suits the size of the loop"),
     "parse_args": ([], "each script has flags of its own"),
     "main": ([LEARNERS, [CAR]], "the car learns nothing"),
-    "Transition": ([TRIO], ""),
     "TrainState": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
     "Step": ([], "REINFORCE keeps what its loss needs, the car what --save writes"),
     "optimizer": ([TRIO, [REINFORCE]], "only the linear learners have constants, the centers"),
@@ -78,8 +77,9 @@ def names_of_twins(sources):
 
 
 WHAT_TO_DO = """
-Copy the change to the other scripts that have it. Or write into the table of
-tests/test_consistency.py which scripts agree, and why the others differ."""
+Copy the change to the other scripts that have it. Or write into DIFFERENT (for flags: into
+DIFFERENT_FLAGS) of tests/test_consistency.py which scripts agree, and why the others differ:
+    "td_loss": ([[REPLAY, DECAY]], "parallel_td.py has no Huber loss"),"""
 
 
 def fail_if_different(name, one, two, first, second):

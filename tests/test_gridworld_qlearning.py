@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import jit, one_run, watch
+from matplotlib.figure import Figure
+from matplotlib.quiver import Quiver
 
 import gridworld_qlearning as grid
 
@@ -139,6 +141,17 @@ def test_greedy_steps_are_infinite_if_the_episode_ends_elsewhere(monkeypatch):
     monkeypatch.setattr(grid, "env_step", with_trap)
     assert greedy_steps([LEFT, LEFT], [UP, LEFT]) == np.inf  # into the trap, then to the goal
     assert greedy_steps([LEFT, LEFT], [UP, UP]) == 2
+
+
+def test_arrows_of_a_picture_point_where_greedy_actions_lead(monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    q_table = np.zeros((2, 3, 4))
+    q_table[0, 2, DOWN] = q_table[1, 1, LEFT] = 1
+    grid.plot("x.png", [""], q_table[None])
+    arrows = figures[0].axes[0].findobj(Quiver)[0]
+    drawn = zip(arrows.X, arrows.Y, arrows.U, arrows.V, strict=True)  # column, row, right, down
+    assert sorted(drawn) == [(1, 1, -1, 0), (2, 0, 0, 1)]
 
 
 def report_of(q_table, greedy_steps):

@@ -45,7 +45,11 @@ def job():
         task = {**SLURM, "SLURM_PROCID": number, "SLURM_LOCALID": number}
         path = Path(folder.name, f"task {number}")
         processes.append(start(path, GRID, f"{flags} --distributed", **task))
-    return [(process, *process.communicate(timeout=120)) for process in processes], folder
+    try:
+        return [(process, *process.communicate(timeout=120)) for process in processes], folder
+    finally:
+        for process in processes:
+            process.kill()  # one that waits for the other, for example
 
 
 @pytest.mark.starts(program=job)
@@ -71,7 +75,10 @@ def interrupted():
     for _ in range(4):  # devices, compiling, two lines of progress
         process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    return process, *process.communicate(timeout=60), folder
+    try:
+        return process, *process.communicate(timeout=60), folder
+    finally:
+        process.kill()
 
 
 @pytest.mark.starts(program=interrupted)

@@ -36,14 +36,14 @@ def steps():
     """One `step` of 1,000 cars by the script's class and by gymnax's, from the same states."""
     rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0), 1000)
     position, velocity = np.float32(rng.uniform([[-1.2], [-0.07]], [[0.6], [0.07]], (2, 1000)))
-    time = rng.integers(195, 200, 1000)  # some reach the time limit of 198
-    before, action = car.EnvState(time, position, velocity), jnp.arange(1000) % 3
-    of = {}
+    clock = rng.integers(195, 200, 1000)  # some reach the time limit of 198
+    before, action = car.EnvState(clock, position, velocity), jnp.arange(1000) % 3
+    results = {}
     for name, env in ("own", car.MountainCar()), ("gymnax", gymnax.make("MountainCar-v0")[0]):
         params = env.default_params.replace(max_steps_in_episode=198, **CHANGES)
         step = jax.jit(jax.vmap(env.step, (0, 0, 0, None)))
         obs, state, reward, terminated, truncated, info = step(keys, before, action, params)
-        of[name] = {
+        results[name] = {
             "obs": obs,
             "final_observation": info["final_observation"],
             "time": state.time,
@@ -51,7 +51,7 @@ def steps():
             "terminated": terminated,
             "truncated": truncated,
         }
-    return of
+    return results
 
 
 def test_a_step_of_a_learner_is_that_of_gymnax(steps):
@@ -141,7 +141,7 @@ def test_the_mask_is_true_up_to_the_end_of_an_episode(rollout):
 
 
 def test_episodes_of_each_length_end_at_the_goal_and_cars_meet_all_bounds(rollout):
-    """Otherwise the tests above would show less than they say."""
+    """So the tests above have seen these cases."""
     ended = np.any(rollout.mask & rollout.terminated, axis=2)
     assert set(rollout.mask.sum(axis=2)[ended]) == set(range(1, LIMIT + 1))
     for axis, bound in (0, -1.22), (0, 0.4), (1, -0.05), (1, 0.05):  # walls, top speeds

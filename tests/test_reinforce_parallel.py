@@ -160,8 +160,8 @@ def test_the_reward_of_a_pendulum_is_that_of_its_torque():
     close(episode.reward, -cost, rtol=1e-3)  # near the top, the angle loses digits
 
 
-def test_log_probabilities_are_of_the_action_of_the_policy_not_of_the_clipped_one():
-    """Actions are kept as they were drawn: normal around the mean, each step on its own."""
+def test_actions_are_kept_as_they_were_drawn_not_as_they_were_clipped():
+    """Normal around the mean, each step on its own: so their log-probabilities are right."""
     run = one_run(rp, "--env-id Pendulum-v1")
     state = jit(rp.init_state, run)()
     keys = jax.random.split(jax.random.key(0), 20)
@@ -317,10 +317,21 @@ def test_no_two_episodes_start_alike(learning):
 
 def test_an_animation_shows_greedy_steps_of_the_first_run(monkeypatch, tmp_path):
     drawn = []
-    monkeypatch.setattr(rp, "animate", lambda args, steps, env_states: drawn.append(steps))
+
+    class Visualizer:  # in the place of gymnax's
+        def __init__(self, env, params, states, rewards):
+            drawn.append((states, rewards))
+
+        def animate(self, path):
+            assert path == str(tmp_path / "x.gif")
+
+    monkeypatch.setattr("gymnax.visualize.Visualizer", Visualizer)
     flags = "--num-seeds 2 --num-iterations 1 --num-envs 2 --eval-episodes 2"
     results = rp.main([*flags.split(), "--gif", str(tmp_path / "x.gif")])
-    (steps,) = drawn
+    ((states, rewards),) = drawn
     params = {name: results[name][0] for name in ("w0", "b0", "w1", "b1")}
-    assert steps.action.tolist() == forward(params, steps.obs).argmax(axis=1).tolist()
-    assert steps.mask.sum() == results["greedy_return"][0, 0]  # a reward of 1 for each step
+    obs = np.array([[s.x, s.x_dot, s.theta, s.theta_dot] for s in states])
+    close(obs, play_in_gymnasium(obs[0], lambda _, seen: forward(params, seen).argmax()))
+    steps = int(results["greedy_return"][0, 0])  # a reward of 1 for each
+    assert len(states) == steps < LIMIT
+    assert rewards[:steps].tolist() == [*range(1, steps + 1)]  # added up

@@ -61,7 +61,7 @@ def test_writes_the_files_that_were_asked_for_and_no_others(script):
     *_, folder = run(script)
     asked = [word for word in COMMANDS[script].split() if "." in word]
     assert sorted(path.name for path in folder.iterdir()) == sorted([script, *asked])
-    assert all((folder / name).stat().st_size > 2000 for name in asked)
+    assert all((folder / name).stat().st_size > 2000 for name in asked)  # not empty pictures
 
 
 @pytest.mark.parametrize("script", COMMANDS)
@@ -71,7 +71,9 @@ def test_saves_a_number_for_each_of_three_lines(script):
         assert len(saved["returns"]) == len(saved["timesteps"]) == 3
 
 
-@pytest.mark.parametrize("script", [script for script in COMMANDS if "car" not in script])
+@pytest.mark.parametrize(
+    "script", [script for script in COMMANDS if script != "mountaincar_env.py"]
+)
 def test_saves_a_column_for_each_of_six_runs(script):
     *_, folder = run(script)
     with np.load(folder / "run.npz") as saved:

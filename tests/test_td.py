@@ -66,7 +66,7 @@ def learning(request):
     run = run_of(script, flags, **own)
     steps, updates = watch(patch, script, "vector_step"), watch(patch, script, "td_loss")
     first = jit(script.init_state, run)()
-    # Weights that are not 0, so that targets differ and would have gradients.
+    # Not weights of 0, with which all targets would be alike, and a gradient through them be 0.
     first = with_weights(first, np.random.default_rng(0).normal(size=(2, 9)))
     train, state, halves = jit(script.train_interval, run), first, []
     for _ in range(2):
@@ -104,11 +104,22 @@ def test_steps_are_rounded_up_to_two_equal_intervals(learning):
         assert half.metrics["timesteps"] == steps / 2 and len(half.updates) == updates / 2
 
 
-def test_transitions_are_what_the_environments_did(learning):
+def test_transitions_begin_where_the_environments_are_and_have_the_reward_of_the_action(learning):
     for obs, transitions in zip(learning.obs, learning.transitions, strict=True):
         equal(transitions.obs, obs)
         close(transitions.reward, 3.25 + 1.5 * transitions.action)
-        equal(transitions.terminated, np.isnan(transitions.next_obs).any(axis=1))
+
+
+def test_transitions_end_where_those_of_gymnasium_end(learning):
+    """Also at the time limit, where the next episode has begun already."""
+    env = gymnasium.make("CartPole-v1").unwrapped
+    env.reset()
+    for transitions in learning.transitions:
+        for obs, action, _, next_obs, terminated in zip(*transitions, strict=True):
+            env.state, env.steps_beyond_terminated = np.float64(obs), None
+            expected, _, falls, *_ = env.step(int(action))
+            assert terminated == falls
+            close(next_obs, np.nan if falls else expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_episode_goes_on_from_its_next_observation_until_it_ends(learning):
@@ -165,7 +176,7 @@ def test_the_loss_is_half_the_mean_squared_error(learning):
 
 
 def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
-    """The targets have no gradient."""
+    """The gradient is that of the values alone: the targets have none."""
     total = len(learning.updates)
     adam = optax.adam(lambda count: 0.3 * (1 - count / total))
     update_of = jax.jit(adam.update)
@@ -219,9 +230,21 @@ def test_centers_are_spread_evenly_between_minus_1_and_1_and_depend_on_the_seed(
     assert not np.any(centers == others)
 
 
+@pytest.mark.parametrize("name", TRIO)
+def test_scales_are_about_the_bounds_of_observations(name):
+    script = load(name)
+    for env_id, scale in script.OBS_SCALE.items():
+        env, params = gymnax.make(env_id)
+        box = env.observation_space(params)
+        bound = np.maximum(np.abs(box.low), np.abs(box.high))
+        known = np.isfinite(bound) & (bound < 1e30)  # gymnax writes a large number for infinity
+        ratio = np.array(scale)[known] / bound[known]
+        assert np.all((0.4 < ratio) & (ratio < 1.01)), env_id  # typical values, or the bound
+
+
 @pytest.mark.parametrize("name", TRIO[1:])
-def test_the_seed_decides_which_transitions_are_drawn(name, monkeypatch):
-    script, slots = load(name), []
+def test_each_seed_and_each_update_draws_other_transitions(name, monkeypatch):
+    script, drawn = load(name), []
     flags = "--buffer-size 40 --num-centers 3"
     updates = watch(monkeypatch, script, "td_loss")
     init_state = jax.jit(lambda seed: script.init_state(run_of(script, flags, seed=seed)))
@@ -234,9 +257,9 @@ def test_the_seed_decides_which_transitions_are_drawn(name, monkeypatch):
             began += [obs.tobytes() for obs in np.asarray(state.obs)]
             state, _ = train_step(state, None)
         jax.effects_barrier()
-        slots.append([[began.index(o.tobytes()) for o in u.batch.obs] for u in updates])
-    assert slots[0] != slots[1]  # of two seeds
-    assert slots[0][1] != slots[0][2]  # of two updates
+        drawn.append([[began.index(o.tobytes()) for o in u.batch.obs] for u in updates])
+    assert drawn[0] != drawn[1]  # of two seeds
+    assert drawn[0][1] != drawn[0][2]  # of two updates
 
 
 @pytest.mark.parametrize("name", TRIO[1:])
