@@ -62,7 +62,10 @@ MAX_PRINTED = 4000  # entries of a table
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
+    """Read and check the flags. Those of `sweep` take several values: all combinations are run.
+
+    Only numbers that are used in arithmetic can be swept, not those that set shapes or counts.
+    """
     parser, flag, sweep = make_parser()
     count, unit, side = number(int, 1, 1e6), number(float, 0, 1), number(int, 2, 1e3)
     flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
@@ -179,7 +182,7 @@ def train_interval(run, state):
     episodes = means.pop("episodes")  # ended per step
     steps_per_episode = jnp.where(episodes > 0, 1 / episodes, jnp.nan)
     returns = means.pop("rewards") * steps_per_episode
-    # Steps of this run; `main` adds them up.
+    # Of this interval and run; `main` adds them up.
     timesteps = jnp.array(run.interval_blocks * BLOCK)
     return state, dict(
         timesteps=timesteps, returns=returns, steps_per_episode=steps_per_episode, **means
@@ -244,7 +247,7 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, padded = divide(args, columns)  # padded: repeated, to fill all devices
+    devices, at_once, padded = divide(args, columns)  # padded: with copies, which `gather` cuts off
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if writes else lambda *_: None
@@ -271,7 +274,7 @@ def main(argv=None):
             lines.append({**line, "timesteps": timesteps})
             state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
             show(describe(lines[-1], train_seconds))
-    except (KeyboardInterrupt, Exception) as error:
+    except BaseException as error:  # Ctrl-C, or an error of a logger of your own, for example
         if args.distributed or num_lines == 0:
             raise
         stopped = error
@@ -286,17 +289,17 @@ def main(argv=None):
         "train_seconds": train_seconds,
         "interrupted": stopped is not None,
         **columns,  # (R,) each
-        **stack(lines[:num_lines]),  # (K, R) each
-        **flat(learned),
+        **flat(learned),  # (R, ...) each
     }
+    results |= stack(lines[:num_lines], results)  # (K, R) each
     if writes and args.save:
-        np.savez(args.save, **results)
+        save(args.save, results)
     for label, of_setting in zip(labels, split(learned, len(labels)), strict=True):
         show(f"{label}  {report(of_setting)}".strip())
     if writes:
         draw(args, labels, results, learned)
-    if isinstance(stopped, Exception):
-        raise stopped  # a mistake in the loop; what was learned is saved by now
+    if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
+        raise stopped  # what was learned is saved by now
     return results
 
 
@@ -331,7 +334,10 @@ def plot(path, labels, tables):
 
 
 def make_parser():
-    """Make a parser, and functions that add a flag of one value, and a swept flag of several."""
+    """Make a parser, and functions that add a flag of one value, and a swept flag of several.
+
+    `sweep` sets nargs, so it takes no action="store_true": use type=int, with 0 and 1.
+    """
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     swept = []
@@ -468,6 +474,12 @@ def flat(tree):
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
 
 
+def save(path, results):
+    """Write {name: array}. Make the folder, in case that you changed args.save."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    np.savez(path, **results)
+
+
 def check_results(flags, state, next_state, *results):
     """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
     before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
@@ -487,13 +499,26 @@ def check_results(flags, state, next_state, *results):
 
 def try_report(learned, num_seeds):
     """Call `report` with zeros: a mistake in it shows now, not after training."""
-    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[:num_seeds], learned))
+    # Read-only, as what is gathered from devices.
+    zeros = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), learned)
+    report(take(zeros, slice(num_seeds)))
 
 
-def stack(lines):
-    """Make {name: (K, ...)} of dictionaries. A name may be missing in some of them."""
-    names = {name: None for line in lines for name in line}
-    return {name: np.stack([line[name] for line in lines if name in line]) for name in names}
+def stack(lines, taken):
+    """Make {name: (K, ...)} of dictionaries, {name: array} each. A name may be missing in some.
+
+    Nothing that you added to a line gets lost: a name that is taken gets a prefix, and arrays of
+    different shapes get a name each.
+    """
+    stacked = {}
+    for name in {name: None for line in lines for name in line}:
+        arrays = [np.asarray(line[name]) for line in lines if name in line]
+        name = f"lines.{name}" if name in taken else name
+        if len({array.shape for array in arrays}) == 1:
+            stacked[name] = np.stack(arrays)
+        else:
+            stacked |= {f"{name}.{i}": array for i, array in enumerate(arrays)}
+    return stacked
 
 
 def describe(line, seconds):

@@ -246,7 +246,8 @@ def main(argv=None):
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
 
-    history, timesteps, seconds = [], 0, 0.0  # history: metrics and steps of each interval
+    # history: metrics and steps of each interval
+    history, timesteps, seconds, stopped = [], 0, 0.0, None
     try:
         for i in range(args.num_intervals):
             began = time.perf_counter()
@@ -254,7 +255,10 @@ def main(argv=None):
             totals = gather(totals, args.num_envs)  # (N,); waits for roll; Ctrl-C is raised here
             seconds += time.perf_counter() - began
             if np.any(totals["terminations"] + totals["truncations"] != args.interval_episodes):
-                raise ValueError("an episode did not end: step_env must add 1 to state.time")
+                raise ValueError(
+                    "an episode did not end: step_env must add 1 to state.time,"
+                    " and max_steps_in_episode must be a whole number"
+                )
             timesteps = timesteps + totals["timesteps"].sum(dtype=np.int64)  # so far
             means = {name: x.mean(axis=0) / args.interval_episodes for name, x in totals.items()}
             episodes = (i + 1) * args.interval_episodes
@@ -264,24 +268,28 @@ def main(argv=None):
                 f"episode {episodes:,}  terminated {metrics['terminations']:.1%}"
                 f"  return {metrics['returns']:.1f}  {timesteps / seconds / 1e6:.0f} M steps/s"
             )
-    except KeyboardInterrupt:
+    except BaseException as error:  # Ctrl-C, or an error of your own in this loop
         if args.distributed or not history:
             raise
-        show(f"interrupted: the results are those of episode {history[-1][0]['episodes']:,}")
+        stopped = error
+        episodes = history[-1][0]["episodes"]
+        show(f"interrupted by {error!r}: the results are those up to episode {episodes:,}")
 
     metrics, steps = zip(*history, strict=True)
     results = {
         "args": flags,
         "compile_seconds": compile_seconds,
         "rollout_seconds": seconds,
-        "interrupted": len(history) < args.num_intervals,
+        "interrupted": stopped is not None,
         **{name: np.stack([line[name] for line in metrics]) for name in metrics[0]},  # (K,)
     }
     if args.save:
         steps = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *steps)
         results = {**results, **flat(steps)}  # (N, episodes, T, ...) each
     if writes and args.save:
-        np.savez(args.save, **results)
+        save(args.save, results)
+    if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
+        raise stopped  # what was rolled out is saved by now
     return results
 
 
@@ -392,6 +400,12 @@ def flat(tree):
     if len(set(names)) < len(names):
         raise ValueError(f"two arrays have the same name: {sorted(names)}")
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
+
+
+def save(path, results):
+    """Write {name: array}. Make the folder, in case that you changed args.save."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    np.savez(path, **results)
 
 
 def check_results(flags, state, next_state, *results):

@@ -72,7 +72,10 @@ WITH_PICTURES = (
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
+    """Read and check the flags. Those of `sweep` take several values: all combinations are run.
+
+    Only numbers that are used in arithmetic can be swept, not those that set shapes or counts.
+    """
     parser, flag, sweep = make_parser()
     count, unit = number(int, 1, 1e6), number(float, 0, 1)
     env_ids = gymnax.registered_envs
@@ -102,15 +105,16 @@ def parse_args(argv=None):
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("--env-id: MNISTBandit-bsuite would download its data")
     # To change the environment or its constants, edit args.env or args.env_params here. To sweep a
-    # constant, edit `make_run`. Copied, because gymnax compiles the steps of an object only once.
+    # constant, edit `make_run`. Copied, because gymnax compiles `step` of an object only once, and
+    # would ignore what you change in it later. (A wrapper that was registered cannot be copied:
+    # wrap here instead, args.env = Wrapper(args.env).)
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     space = args.env.action_space(args.env_params)
     args.discrete = isinstance(space, spaces.Discrete)
-    bounded = isinstance(space, spaces.Box) and np.all(np.isfinite(space.high - space.low))
-    if not args.discrete and not bounded:
-        parser.error(
-            f"--env-id {args.env_id}: actions must be discrete, or in a box with finite bounds"
-        )
+    real = isinstance(space, spaces.Box) and jnp.issubdtype(space.dtype, jnp.floating)
+    if not args.discrete and not (real and np.all(np.isfinite(space.high - space.low))):
+        text = "actions must be discrete, or real numbers with finite bounds"
+        parser.error(f"--env-id {args.env_id}: {text}")
     from_gymnax = type(args.env).__module__.startswith("gymnax.environments.")
     if args.gif and not (from_gymnax and args.env.name in WITH_PICTURES):
         parser.error(f"--gif: gymnax cannot draw {args.env_id}, nor a wrapper or class of your own")
@@ -341,7 +345,7 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, padded = divide(args, columns)  # padded: repeated, to fill all devices
+    devices, at_once, padded = divide(args, columns)  # padded: with copies, which `gather` cuts off
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if writes else lambda *_: None
@@ -368,7 +372,7 @@ def main(argv=None):
             lines.append({**line, "timesteps": timesteps})
             state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
             show(describe(lines[-1], train_seconds))
-    except (KeyboardInterrupt, Exception) as error:
+    except BaseException as error:  # Ctrl-C, or an error of a logger of your own, for example
         if args.distributed or num_lines == 0:
             raise
         stopped = error
@@ -383,17 +387,17 @@ def main(argv=None):
         "train_seconds": train_seconds,
         "interrupted": stopped is not None,
         **columns,  # (R,) each
-        **stack(lines[:num_lines]),  # (K, R) each
-        **flat(learned),
+        **flat(learned),  # (R, ...) each
     }
+    results |= stack(lines[:num_lines], results)  # (K, R) each
     if writes and args.save:
-        np.savez(args.save, **results)
+        save(args.save, results)
     for label, of_setting in zip(labels, split(learned, len(labels)), strict=True):
         show(f"{label}  {report(of_setting)}".strip())
     if writes:
         draw(args, labels, results, learned)
-    if isinstance(stopped, Exception):
-        raise stopped  # a mistake in the loop; what was learned is saved by now
+    if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
+        raise stopped  # what was learned is saved by now
     return results
 
 
@@ -447,7 +451,10 @@ def animate(args, steps, env_states):
 
 
 def make_parser():
-    """Make a parser, and functions that add a flag of one value, and a swept flag of several."""
+    """Make a parser, and functions that add a flag of one value, and a swept flag of several.
+
+    `sweep` sets nargs, so it takes no action="store_true": use type=int, with 0 and 1.
+    """
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     swept = []
@@ -584,6 +591,12 @@ def flat(tree):
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
 
 
+def save(path, results):
+    """Write {name: array}. Make the folder, in case that you changed args.save."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    np.savez(path, **results)
+
+
 def check_results(flags, state, next_state, *results):
     """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
     before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
@@ -603,13 +616,26 @@ def check_results(flags, state, next_state, *results):
 
 def try_report(learned, num_seeds):
     """Call `report` with zeros: a mistake in it shows now, not after training."""
-    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[:num_seeds], learned))
+    # Read-only, as what is gathered from devices.
+    zeros = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), learned)
+    report(take(zeros, slice(num_seeds)))
 
 
-def stack(lines):
-    """Make {name: (K, ...)} of dictionaries. A name may be missing in some of them."""
-    names = {name: None for line in lines for name in line}
-    return {name: np.stack([line[name] for line in lines if name in line]) for name in names}
+def stack(lines, taken):
+    """Make {name: (K, ...)} of dictionaries, {name: array} each. A name may be missing in some.
+
+    Nothing that you added to a line gets lost: a name that is taken gets a prefix, and arrays of
+    different shapes get a name each.
+    """
+    stacked = {}
+    for name in {name: None for line in lines for name in line}:
+        arrays = [np.asarray(line[name]) for line in lines if name in line]
+        name = f"lines.{name}" if name in taken else name
+        if len({array.shape for array in arrays}) == 1:
+            stacked[name] = np.stack(arrays)
+        else:
+            stacked |= {f"{name}.{i}": array for i, array in enumerate(arrays)}
+    return stacked
 
 
 def describe(line, seconds):

@@ -75,7 +75,10 @@ OBS_SCALE = {
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those of `sweep` take several values: all combinations are run."""
+    """Read and check the flags. Those of `sweep` take several values: all combinations are run.
+
+    Only numbers that are used in arithmetic can be swept, not those that set shapes or counts.
+    """
     parser, flag, sweep = make_parser()
     count, unit, width = number(int, 1, 1e6), number(float, 0, 1), number(float, 1e-3, 1e3)
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
@@ -104,7 +107,9 @@ def parse_args(argv=None):
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     # To change the environment or its constants, edit args.env or args.env_params here. To sweep a
-    # constant, edit `make_run`. Copied, because gymnax compiles the steps of an object only once.
+    # constant, edit `make_run`. Copied, because gymnax compiles `step` of an object only once, and
+    # would ignore what you change in it later. (A wrapper that was registered cannot be copied:
+    # wrap here instead, args.env = Wrapper(args.env).)
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
     obs_shape = args.env.observation_space(args.env_params).shape
     if len(OBS_SCALE[args.env_id]) != math.prod(obs_shape):
@@ -154,7 +159,9 @@ def optimizer(run):
     """Make Adam for the weights. Its learning rate falls linearly to 0, over num_updates steps.
 
     If you make more or fewer steps than updates, change that number. The centers are frozen: Adam
-    does not see them. Gradient clipping and weight decay go inside, too: optax.chain(..., adam).
+    does not see them (freeze_mask has an entry for each of params). Gradient clipping and weight
+    decay go inside, too: optax.chain(..., adam). The learning rate is traced, but some schedules of
+    optax compare their values: make them for a rate of 1, and multiply.
     """
     adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
     return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
@@ -280,12 +287,12 @@ def train_step(run, state, _):
 
 def train_interval(run, state):
     """Make U updates, up to the next progress line. Also return what the line shows."""
+    before = state.timesteps
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
     # The mean return of an episode: the ratio of two means is that of the sums; nan if none ended.
     returns = means.pop("return_sum") / means.pop("episodes")
-    # Steps of this run; `main` adds them up.
-    timesteps = jnp.array(run.interval_updates * run.num_envs)
+    timesteps = state.timesteps - before  # of this interval and run; `main` adds them up
     return state, dict(timesteps=timesteps, returns=returns, **means)
 
 
@@ -339,7 +346,7 @@ def main(argv=None):
     flags = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, padded = divide(args, columns)  # padded: repeated, to fill all devices
+    devices, at_once, padded = divide(args, columns)  # padded: with copies, which `gather` cuts off
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if writes else lambda *_: None
@@ -366,7 +373,7 @@ def main(argv=None):
             lines.append({**line, "timesteps": timesteps})
             state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
             show(describe(lines[-1], train_seconds))
-    except (KeyboardInterrupt, Exception) as error:
+    except BaseException as error:  # Ctrl-C, or an error of a logger of your own, for example
         if args.distributed or num_lines == 0:
             raise
         stopped = error
@@ -381,17 +388,17 @@ def main(argv=None):
         "train_seconds": train_seconds,
         "interrupted": stopped is not None,
         **columns,  # (R,) each
-        **stack(lines[:num_lines]),  # (K, R) each
-        **flat(learned),
+        **flat(learned),  # (R, ...) each
     }
+    results |= stack(lines[:num_lines], results)  # (K, R) each
     if writes and args.save:
-        np.savez(args.save, **results)
+        save(args.save, results)
     for label, of_setting in zip(labels, split(learned, len(labels)), strict=True):
         show(f"{label}  {report(of_setting)}".strip())
     if writes:
         draw(args, labels, results, learned)
-    if isinstance(stopped, Exception):
-        raise stopped  # a mistake in the loop; what was learned is saved by now
+    if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
+        raise stopped  # what was learned is saved by now
     return results
 
 
@@ -437,7 +444,10 @@ def plot(path, labels, timesteps, returns):
 
 
 def make_parser():
-    """Make a parser, and functions that add a flag of one value, and a swept flag of several."""
+    """Make a parser, and functions that add a flag of one value, and a swept flag of several.
+
+    `sweep` sets nargs, so it takes no action="store_true": use type=int, with 0 and 1.
+    """
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     swept = []
@@ -574,6 +584,12 @@ def flat(tree):
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
 
 
+def save(path, results):
+    """Write {name: array}. Make the folder, in case that you changed args.save."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    np.savez(path, **results)
+
+
 def check_results(flags, state, next_state, *results):
     """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
     before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
@@ -593,13 +609,26 @@ def check_results(flags, state, next_state, *results):
 
 def try_report(learned, num_seeds):
     """Call `report` with zeros: a mistake in it shows now, not after training."""
-    report(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype)[:num_seeds], learned))
+    # Read-only, as what is gathered from devices.
+    zeros = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), learned)
+    report(take(zeros, slice(num_seeds)))
 
 
-def stack(lines):
-    """Make {name: (K, ...)} of dictionaries. A name may be missing in some of them."""
-    names = {name: None for line in lines for name in line}
-    return {name: np.stack([line[name] for line in lines if name in line]) for name in names}
+def stack(lines, taken):
+    """Make {name: (K, ...)} of dictionaries, {name: array} each. A name may be missing in some.
+
+    Nothing that you added to a line gets lost: a name that is taken gets a prefix, and arrays of
+    different shapes get a name each.
+    """
+    stacked = {}
+    for name in {name: None for line in lines for name in line}:
+        arrays = [np.asarray(line[name]) for line in lines if name in line]
+        name = f"lines.{name}" if name in taken else name
+        if len({array.shape for array in arrays}) == 1:
+            stacked[name] = np.stack(arrays)
+        else:
+            stacked |= {f"{name}.{i}": array for i, array in enumerate(arrays)}
+    return stacked
 
 
 def describe(line, seconds):

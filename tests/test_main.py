@@ -240,24 +240,42 @@ def test_ctrl_c_before_the_first_line_ends_the_run(script, monkeypatch):
 def test_curves_hold_a_result_that_only_some_lines_have(script):
     """As that of a user who evaluates at every other line."""
     lines = [{"returns": np.array([1.0, 2.0])}, {"returns": np.array([3.0, 4.0]), "own": 5.0}]
-    curves = script.stack(lines)
+    curves = script.stack(lines, taken={})
     assert curves["returns"].tolist() == [[1, 2], [3, 4]] and curves["own"].tolist() == [5]
 
 
+def test_curves_hold_arrays_whose_shape_differs_between_lines(script):
+    lines = [{"solved": np.array([7, 8])}, {"solved": np.array([9])}]
+    curves = script.stack(lines, taken={})
+    assert curves["solved.0"].tolist() == [7, 8] and curves["solved.1"].tolist() == [9]
+
+
+def test_what_is_added_to_a_line_takes_the_place_of_no_result(script, monkeypatch):
+    def describe(line, seconds):  # a user may add to lines[-1] in the loop of main
+        line["gamma"] = 2 * gamma
+        return "a line"
+
+    monkeypatch.setattr(script, "describe", describe)
+    results = run_toy(script)
+    np.testing.assert_array_equal(results["gamma"], gamma)
+    np.testing.assert_array_equal(results["lines.gamma"], [2 * gamma] * 4)
+
+
+@pytest.mark.parametrize("error", [ConnectionError, SystemExit])
 def test_an_error_in_the_loop_is_raised_after_what_was_learned_is_saved(
-    script, monkeypatch, tmp_path
+    script, error, monkeypatch, tmp_path
 ):
-    """As that of a logger of one's own."""
+    """As that of a logger of one's own, or an exit because a cluster ends the job."""
     described = []
 
     def fail_in_the_third_line(line, seconds):
         described.append(line)
         if len(described) == 3:
-            raise ConnectionError
+            raise error
         return "a line"
 
     monkeypatch.setattr(script, "describe", fail_in_the_third_line)
-    with pytest.raises(ConnectionError):
+    with pytest.raises(error):
         run_toy(script, f"--save {tmp_path / 'x.npz'}")
     saved = np.load(tmp_path / "x.npz")
     assert saved["interrupted"] and len(saved["returns"]) == 3
@@ -342,6 +360,21 @@ def test_a_figure_shows_all_curves_and_the_median_of_each_setting(script, figure
         assert any(np.allclose(curve, other, equal_nan=True) for other in drawn)
 
 
+def test_a_file_is_written_to_a_folder_that_was_chosen_after_the_flags(
+    script, monkeypatch, tmp_path
+):
+    parse_args = script.parse_args
+
+    def in_a_new_folder(argv):
+        args = parse_args(argv)
+        args.save = tmp_path / "new" / "x.npz"
+        return args
+
+    monkeypatch.setattr(script, "parse_args", in_a_new_folder)
+    run_toy(script)
+    np.testing.assert_array_equal(np.load(tmp_path / "new/x.npz")["seed"], seed)
+
+
 def test_the_file_is_written_before_anything_is_drawn(script, monkeypatch, tmp_path):
     def fail(*_):
         raise RuntimeError("a mistake in a picture of one's own")
@@ -416,6 +449,13 @@ def test_a_report_is_tried_on_as_many_runs_as_it_will_get(untrained, monkeypatch
     """On the three of one setting, not on all 45."""
     monkeypatch.setattr(untrained, "report", lambda learned: learned["layer"]["kernel"][3])
     with pytest.raises(IndexError):
+        run_toy(untrained)
+
+
+def test_a_report_that_changes_an_array_is_refused_before_training(untrained, monkeypatch):
+    """What is gathered from devices can only be read."""
+    monkeypatch.setattr(untrained, "report", lambda learned: learned["layer"]["kernel"].sort())
+    with pytest.raises(ValueError, match="read-only"):
         run_toy(untrained)
 
 

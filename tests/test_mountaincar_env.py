@@ -207,6 +207,24 @@ def test_ctrl_c_keeps_the_episodes_so_far(short, monkeypatch):
     equal(cut["obs"], whole["obs"][:, :4])
 
 
+def test_an_error_in_the_loop_is_raised_after_the_steps_so_far_are_saved(
+    short, monkeypatch, tmp_path
+):
+    gather, calls = car.gather, []
+
+    def fail_in_the_second_interval(tree, length):
+        calls.append(tree)
+        if len(calls) == 3:  # metrics and steps of the first one, then metrics
+            raise ConnectionError
+        return gather(tree, length)
+
+    monkeypatch.setattr(car, "gather", fail_in_the_second_interval)
+    with pytest.raises(ConnectionError):
+        short("--num-envs 9 --num-intervals 3")
+    saved = np.load(tmp_path / "x.npz")
+    assert saved["interrupted"] and saved["episodes"].tolist() == [2]
+
+
 def test_ctrl_c_before_the_first_line_ends_the_rollout(short, monkeypatch):
     monkeypatch.setattr("sys.stdout", OutputThatInterrupts(lines=2))  # devices, compiling
     with pytest.raises(KeyboardInterrupt):

@@ -87,8 +87,12 @@ def test_continuous_actions_are_clipped_and_scaled_to_their_space(shape):
 
 @pytest.mark.parametrize(
     "space",
-    [spaces.Box(-1.0, np.inf, (2,)), spaces.Tuple([spaces.Discrete(2)])],
-    ids=["without a bound", "of another kind"],
+    [
+        spaces.Box(-1.0, np.inf, (2,)),
+        spaces.Box(0, 2, (), dtype=np.int32),
+        spaces.Tuple([spaces.Discrete(2)]),
+    ],
+    ids=["without a bound", "of integers in a box", "of another kind"],
 )
 def test_other_spaces_of_actions_are_refused(space, monkeypatch, capsys):
     env = SimpleNamespace(name="x", action_space=lambda params: space)
