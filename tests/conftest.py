@@ -137,12 +137,12 @@ def programs(request):
     smoke = [item for item in items if item.module.__name__ == "test_smoke"]
     if smoke == items:
         QUEUE = ThreadPoolExecutor(2)  # no other test needs a core
-    for item in smoke:
-        if not hasattr(item.module.run, "start"):  # test_smoke.py does not know conftest.py
-            item.module.run = in_background(item.module.run)
-        item.module.run.start(item.callspec.params["script"])
     for item in items:
         for mark in item.iter_markers("starts"):
             mark.kwargs["program"].start()
+    for item in smoke:  # they come last, and do not know conftest.py
+        if not hasattr(item.module.run, "start"):
+            item.module.run = in_background(item.module.run)
+        item.module.run.start(item.callspec.params["script"])
     yield
     QUEUE.shutdown(wait=False, cancel_futures=True)

@@ -25,6 +25,7 @@ from conftest import (
     REPLAY,
     ROOT,
     SCRIPTS,
+    TRIO,
     changed,
     jit,
     one_run,
@@ -371,15 +372,14 @@ def test_an_animation_of_a_wrapped_environment_is_refused(capsys):
     assert "wrapper" in capsys.readouterr().err
 
 
-def test_an_environment_that_the_scales_do_not_fit_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        run(
-            PARALLEL,
-            """
+@pytest.mark.parametrize("script", TRIO)
+def test_an_environment_that_the_scales_do_not_fit_is_refused(script, capsys):
+    other = """
      args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
 +    args.env, args.env_params = gymnax.make("MountainCar-v0")
-""",
-        )
+"""
+    with pytest.raises(SystemExit):
+        run(script, other)
     assert "OBS_SCALE" in capsys.readouterr().err
 
 

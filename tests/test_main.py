@@ -208,6 +208,11 @@ def test_each_setting_is_reported_with_its_values(script, toy):
         np.testing.assert_allclose(sorted(shown), sorted(expected), atol=0.05)
 
 
+def test_a_label_names_only_flags_of_several_values(script):
+    _, labels = script.settings_and_seeds(script.parse_args("--gamma 0.5 0.25".split()))
+    assert labels == ["gamma 0.5", "gamma 0.25"]
+
+
 class OutputThatInterrupts(io.StringIO):
     """Standard output of a user who presses Ctrl-C after some lines: seen when they are flushed."""
 
@@ -221,18 +226,27 @@ class OutputThatInterrupts(io.StringIO):
             raise KeyboardInterrupt
 
 
-def test_ctrl_c_keeps_what_the_lines_so_far_show(script, monkeypatch, tmp_path):
-    output = OutputThatInterrupts(lines=5)  # devices, compiling, three lines of four
+@pytest.mark.parametrize("lines", [1, 3])
+def test_ctrl_c_keeps_what_the_lines_so_far_show(script, lines, monkeypatch, tmp_path):
+    output = OutputThatInterrupts(lines=2 + lines)  # devices and compiling come before
     monkeypatch.setattr("sys.stdout", output)
     results = run_toy(script, f"--save {tmp_path / 'x.npz'}")
-    assert len(results["timesteps"]) == 3
+    assert len(results["timesteps"]) == lines
     assert results["interrupted"] and np.load(tmp_path / "x.npz")["interrupted"]
-    np.testing.assert_array_equal(results["layer.kernel"], state_after(3))
-    assert "up to line 3" in output.getvalue()
+    np.testing.assert_array_equal(results["layer.kernel"], state_after(lines))
+    assert f"up to line {lines}" in output.getvalue()
 
 
 def test_ctrl_c_before_the_first_line_ends_the_run(script, monkeypatch):
-    monkeypatch.setattr("sys.stdout", OutputThatInterrupts(lines=2))
+    gather, calls = script.gather, []
+
+    def interrupt_once(tree, length):  # while main waits for the first interval
+        calls.append(tree)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return gather(tree, length)
+
+    monkeypatch.setattr(script, "gather", interrupt_once)
     with pytest.raises(KeyboardInterrupt):
         run_toy(script)
 
@@ -305,6 +319,11 @@ def test_runs_are_divided_into_equal_batches(script, monkeypatch):
     assert divided(1) == (1, 1, [0])
     assert divided(9) == (3, 3, [*range(9)])  # three on each, all at once
     assert divided(22) == (4, 3, [*range(22), 0, 1])  # six on each: two batches of three
+    assert divided(18) == (
+        4,
+        3,
+        [*range(18), *range(6)],
+    )  # five on each: three and two, with a copy
 
 
 def test_a_job_uses_all_devices_even_for_one_run(script):
@@ -330,12 +349,13 @@ def test_options_of_the_compiler_are_those_of_the_device(script, monkeypatch):
         run_toy(script)
 
 
-@pytest.fixture
-def figure(script, monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def figure(script, tmp_path_factory):
     """The figure that --plot draws of the toy."""
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    run_toy(script, f"--plot {tmp_path / 'x.png'}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+        run_toy(script, f"--plot {tmp_path_factory.mktemp('figure') / 'x.png'}")
     (figure,) = figures
     return figure
 
@@ -459,18 +479,16 @@ def test_a_report_that_changes_an_array_is_refused_before_training(untrained, mo
         run_toy(untrained)
 
 
-def test_nan_among_what_was_learned_is_told(script, monkeypatch, capsys):
-    run_toy(script)
-    before = capsys.readouterr().out.count("nan")
+def test_nan_among_what_was_learned_is_told(script, toy, monkeypatch, capsys):
     monkeypatch.setattr(script, "evaluate", returning(script, broken=jnp.nan))
     run_toy(script)
-    assert capsys.readouterr().out.count("nan") > before
+    assert capsys.readouterr().out.count("nan") > "".join(toy.lines).count("nan")
 
 
-def test_main_keeps_nothing_between_two_calls(script, monkeypatch):
-    before = run_toy(script)["layer.kernel"]
+def test_main_keeps_nothing_between_two_calls(script, toy, monkeypatch):
     monkeypatch.setattr(script, "init_state", lambda run: run.seed + 100.0)
-    np.testing.assert_array_equal(run_toy(script)["layer.kernel"], before + 100)
+    after = run_toy(script)["layer.kernel"]
+    np.testing.assert_array_equal(after, toy.results["layer.kernel"] + 100)
 
 
 @pytest.mark.parametrize("script", [PARALLEL, GRID], indirect=True)  # the others plot alike
@@ -479,7 +497,7 @@ def test_a_figure_does_not_depend_on_a_matplotlibrc(script, tmp_path):
     for settings in {}, {"text.usetex": True, "axes.prop_cycle": matplotlib.cycler(color="rgb")}:
         path = tmp_path / "x.png"
         with matplotlib.rc_context(settings):
-            run_toy(script, f"--plot {path}")
+            script.main(["--plot", str(path)])
         pictures.append(path.read_bytes())
     assert pictures[0] == pictures[1]
 

@@ -226,7 +226,10 @@ def test_an_error_in_the_loop_is_raised_after_the_steps_so_far_are_saved(
 
 
 def test_ctrl_c_before_the_first_line_ends_the_rollout(short, monkeypatch):
-    monkeypatch.setattr("sys.stdout", OutputThatInterrupts(lines=2))  # devices, compiling
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(car, "gather", interrupt)  # which waits for the first interval
     with pytest.raises(KeyboardInterrupt):
         short("--num-envs 9")
 
