@@ -659,13 +659,13 @@ ONE_PRODUCT = """
 +    return params["weights"] @ phi
 """
 WIDE = """
--    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.1 to 1.3 times as fast
+-        "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.1 to 1.3 times as fast
 """
 WIDE_CAR = """
--    "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.3 times as fast
+-        "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.3 times as fast
 """
 LIBRARY = """
--    "xla_disable_hlo_passes": "dot-library-rewriter",
+-        "xla_disable_hlo_passes": "dot-library-rewriter",
 """
 COSINE = """
 -        slope = cosine(3 * state.position)
@@ -687,7 +687,7 @@ def short_loops(script):
 
 def level_3(script):
     """A diff without the lower level of optimization."""
-    pattern = r'^    "xla_backend_optimization_level": 1.*$'
+    pattern = r'^        "xla_backend_optimization_level": 1.*$'
     [line] = re.findall(pattern, (ROOT / script).read_text(), re.MULTILINE)
     return f"-{line}\n"
 

@@ -113,13 +113,25 @@ def test_actions_are_random_with_probability_epsilon_and_ties_favor_none(epsilon
         assert np.all(off <= 5 * deviation + 1e-9), (row, column)
 
 
-def test_a_default_run_finds_the_exact_value_of_the_start():
-    results = grid.main("--num-seeds 3".split())
-    start_values = results["q_table"][:, 7, 11].max(axis=1)
-    close(start_values, 0.9**17, rtol=1e-4)  # the goal is 18 steps away: gamma^(18 - 1)
-    np.testing.assert_array_equal(results["start_value"], start_values)
-    assert results["greedy_steps"].tolist() == [18] * 3
-    assert len(np.unique(results["q_table"], axis=0)) == 3  # each seed plays on its own
+@pytest.fixture(scope="module")
+def default_runs():
+    """Three whole runs. The goal is 18 steps from the start."""
+    return grid.main("--num-seeds 3".split())
+
+
+def test_default_runs_find_the_exact_value_of_the_start(default_runs):
+    close(default_runs["q_table"][:, 7, 11].max(axis=1), 0.9**17, rtol=1e-4)  # gamma^(18 - 1)
+    np.testing.assert_array_equal(
+        default_runs["start_value"], default_runs["q_table"][:, 7, 11].max(axis=1)
+    )
+
+
+def test_default_runs_find_a_shortest_path(default_runs):
+    assert default_runs["greedy_steps"].tolist() == [18] * 3
+
+
+def test_each_seed_plays_on_its_own(default_runs):
+    assert len(np.unique(default_runs["q_table"], axis=0)) == 3
 
 
 def greedy_steps(*rows):

@@ -115,7 +115,8 @@ def debugging():
 
 @pytest.mark.starts(program=debugging)
 def test_one_run_can_be_debugged_without_jit():
-    assert 0 < float(debugging().splitlines()[-1]) < 2
+    error = float(debugging().splitlines()[-1])  # of the first update
+    np.testing.assert_allclose(error, 1)  # all values are 0, and the first reward is 1
 
 
 @in_background
@@ -132,7 +133,7 @@ def trained():
 def test_what_a_run_learns_balances_the_pole_of_gymnasium(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.savez("learned.npz", **trained())
-    assert trained()["greedy_return"].mean() >= 475
+    assert trained()["greedy_return"].mean() >= 475  # solved
     code = block("## Use what was learned", "python")
     env, steps, over = gymnasium.make("CartPole-v1"), 0, False
     obs, _ = env.reset(seed=0)
@@ -141,4 +142,4 @@ def test_what_a_run_learns_balances_the_pole_of_gymnasium(tmp_path, monkeypatch)
         exec(code, scope)
         obs, _, terminated, truncated, _ = env.step(scope["action"])
         over, steps = terminated or truncated, steps + 1
-    assert steps > 400
+    assert steps > 400  # one episode of many, so a little less than their mean will do

@@ -60,6 +60,8 @@ def learning(request):
     """A record of two intervals of training."""
     script, patch = load(request.param), pytest.MonkeyPatch()
     on_line = request.param == PARALLEL
+    # Numbers that must be rounded up: batches of 10 to three steps of four environments, and steps
+    # to two equal intervals. The buffer holds all 160 transitions.
     flags = "--total-timesteps 130" if on_line else "--total-timesteps 153 --buffer-size 200"
     flags += " --batch-size 10 --num-centers 9 --num-intervals 2"
     own = {"learning_rate": 0.3, "gamma": 0.8, "sigma": 0.7, "tau": 0.4, "epsilon": 0.5}
@@ -135,7 +137,8 @@ def test_an_episode_goes_on_from_its_next_observation_until_it_ends(learning):
 def test_no_two_episodes_of_training_start_alike(learning):
     starts = [obs.tobytes() for array in learning.obs for obs in array if np.all(abs(obs) <= 0.05)]
     first = {obs.tobytes() for obs in learning.obs[0]}
-    assert len(first) == 4 and len(starts) == len(set(starts)) > 12
+    assert len(first) == 4  # environments
+    assert len(starts) == len(set(starts)) > 12  # each environment has started three times and more
 
 
 STEPS_OF_AN_UPDATE = 3  # at least 10 transitions, from four environments
