@@ -10,20 +10,21 @@ r"""Q-learning with decaying exploration: replay_td.py, but epsilon falls during
     target  = r + gamma max_a' Q_avg(s', a'),    or r if s' is terminal
     epsilon = max(end_e, start_e epsilon_decay^t)    in vector step t = 0, 1, ...
 
-Epsilon falls with every vector step, so it ends higher if a run has fewer of them: with more
-environments, or fewer environment steps.
+The decay counts vector steps. With more environments, or fewer environment steps, a run has fewer
+of them, and epsilon ends higher.
 
 The features phi are radial basis functions with random centers c_i (Sutton & Barto 2018, section
 9.5.5). A ring buffer keeps the last C transitions (experience replay, Lin 1992). After each vector
 step (one step of all N environments), B transitions are drawn from it at random, since these are
 less correlated than successive ones (Mnih et al. 2015). They give one Adam step on half the mean
-squared TD error. The weights of Q_avg are a running average of those of Q: w_avg <- w_avg +
+squared TD error. Q_avg is Q with slowly averaged weights: after each update, w_avg <- w_avg +
 tau (w - w_avg) (Lillicrap et al. 2016, section 3).
 
 No gradient flows through the target: this is semi-gradient Q-learning (section 11.1). With
-function approximation, it may diverge (section 11.3). A terminal state cuts the bootstrap; a time
-limit does not (Pardo et al. 2018). The learning rate falls linearly to 0, so that the weights
-settle. The final weights are evaluated.
+function approximation, it may diverge (section 11.3). If s' is terminal,
+the target is r alone. Where only the time limit ends an episode, the value of s' still counts
+(Pardo et al. 2018). The learning rate falls linearly to 0, so that the weights settle. The final
+weights are evaluated.
 
     python epsilon_decay_td.py                                                 # one run
     python epsilon_decay_td.py --end-e 0 0.25 --num-seeds 20 --plot curve.png  # forty, on all cores
@@ -79,7 +80,7 @@ OBS_SCALE = {
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those of `sweep` take several values: all combinations are run.
+    """Read and check the flags. Those added by `sweep` take several values: all combinations run.
 
     Only numbers that are used in arithmetic can be swept, not those that set shapes or counts.
     """
@@ -94,7 +95,7 @@ def parse_args(argv=None):
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
     flag("--buffer-size", type=count, default=100_000, help="transitions that the buffer holds")
     flag("--batch-size", type=count, default=32, help="transitions per update")
-    sweep("--tau", type=unit, default=[0.01], help="step size of the target's average")
+    sweep("--tau", type=unit, default=[0.01], help="step size of the averaged weights")
     sweep("--learning-rate", type=unit, default=[0.03], help="initial value, falls to 0")
     sweep("--gamma", type=unit, default=[0.99], help="discount factor")
     text = "initial epsilon, the probability of a random action"
@@ -114,11 +115,12 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.distributed and not jax.distributed.is_initialized():
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
-    # To change the environment or its constants, edit args.env or args.env_params here. To sweep a
-    # constant, edit `make_run`. Copied, because gymnax compiles `step` of an object only once, and
-    # would ignore what you change in it later. (A wrapper that was registered cannot be copied:
-    # wrap here instead, args.env = Wrapper(args.env).)
+    # Copied, in case that gymnax makes the same object each time, because you have registered one:
+    # it compiles `step` of an object only once, and would ignore what you change in it later.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
+    # To change the environment or its constants, edit args.env or args.env_params here. Here is the
+    # place of a wrapper, too (one that was registered cannot be copied). To sweep a constant, edit
+    # `make_run`; README.md shows how.
     obs_shape = args.env.observation_space(args.env_params).shape
     if len(OBS_SCALE[args.env_id]) != math.prod(obs_shape):
         parser.error(f"--env-id: OBS_SCALE must hold a number for each entry of {obs_shape}")
@@ -160,16 +162,17 @@ class TrainState(NamedTuple):
     obs: jax.Array  # (N, D)
     episode_return: jax.Array  # (N,) so far
     buffer: Transition  # (C,) a ring
-    timesteps: jax.Array  # environment steps so far; each one is stored in the buffer
+    timesteps: jax.Array  # environment steps so far, which decide the next slot of the buffer
 
 
 def optimizer(run):
     """Make Adam for the weights. Its learning rate falls linearly to 0, over num_updates steps.
 
-    If you make more or fewer steps than updates, change that number. The centers are frozen: Adam
-    does not see them (freeze_mask has an entry for each of params). Gradient clipping and weight
-    decay go inside, too: optax.chain(..., adam). The learning rate is traced, but some schedules of
-    optax compare their values: make them for a rate of 1, and multiply.
+    If you make more or fewer steps than updates, change num_updates here. The centers are frozen:
+    Adam does not see them. (freeze_mask needs an entry for each of params.) Put gradient clipping
+    or weight decay beside Adam, as in adam = optax.chain(..., adam). The learning rate is traced,
+    so optax's schedules that use it in an `if` fail: make such a schedule for a rate of 1, and
+    multiply its value by run.learning_rate.
     """
     adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
     return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
@@ -221,16 +224,16 @@ def exploration_rate(run, t):
 
 def select_action(epsilon, q, uniform):
     """Choose an action epsilon-greedily from values (A,), given two random numbers in [0, 1)."""
-    explore, choice = uniform
+    coin, choice = uniform
     random_action = (len(q) * choice).astype(int)  # rounded down, so each is equally likely
-    return jnp.where(explore < epsilon, random_action, jnp.argmax(q))
+    return jnp.where(coin < epsilon, random_action, jnp.argmax(q))
 
 
 def vector_step(run, state, _):
     """Step N environments. Return their transitions, and what the next progress line averages."""
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
-    # All random numbers at once: faster than a key for each environment.
+    # To draw all random numbers at once is faster than to have a key for each environment.
     uniform = jax.random.uniform(key_uniform, (run.num_envs, 2))
     q = jax.vmap(partial(q_values, run, state.params))(state.obs)  # (N, A)
     epsilon = exploration_rate(run, state.timesteps // run.num_envs)  # vector steps so far
@@ -256,7 +259,7 @@ def vector_step(run, state, _):
 
 
 def td_target(run, params, transition):
-    """Target of one transition."""
+    """Target of one transition: r + gamma max_a' Q(s', a'), or r if s' is terminal."""
     next_q = q_values(run, params, transition.next_obs)  # (A,)
     next_value = jnp.where(transition.terminated, 0.0, jnp.max(next_q))
     return transition.reward + run.gamma * next_value
@@ -279,7 +282,7 @@ def train_step(run, state, _):
     """Store the transitions of one vector step, then learn from a random batch of all stored."""
     state, (transitions, to_average) = vector_step(run, state, None)
     # Stored step after step: the next transition of an environment is N slots on, modulo C. Methods
-    # that follow an episode must also store `truncated`, and stop at the newest transition.
+    # of several steps must also store `truncated`, and must not go on beyond the newest transition.
     slots = (state.timesteps + jnp.arange(run.num_envs)) % run.buffer_size
     buffer = jax.tree.map(lambda old, new: old.at[slots].set(new), state.buffer, transitions)
     timesteps = state.timesteps + run.num_envs
@@ -305,7 +308,8 @@ def train_interval(run, state):
     before = state.timesteps
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
-    # The mean return of an episode: the ratio of two means is that of the sums; nan if none ended.
+    # The mean return of the episodes that ended; nan if none did. The ratio of the two means is the
+    # same as that of the sums.
     returns = means.pop("return_sum") / means.pop("episodes")
     timesteps = state.timesteps - before  # of this interval and run; `main` adds them up
     return state, dict(timesteps=timesteps, returns=returns, **means)
@@ -357,26 +361,26 @@ def draw(args, labels, results, learned):
 
 def main(argv=None):
     """Train, evaluate, save and report. Return what --save writes. Ctrl-C ends training early."""
-    args = parse_args(argv)  # None: those of the command line; in a notebook, call main([])
-    flags = json.dumps(vars(args), default=as_json)
+    args = parse_args(argv)  # if None, those of the command line; in a notebook, call main([])
+    flags_json = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, padded = divide(args, columns)  # padded: with copies, which `gather` cuts off
+    devices, at_once, padded = divide(args, columns)  # padded with copies, which `gather` cuts off
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if writes else lambda *_: None
     show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
-
+    # Trace everything, which tells the shapes and types of results; check them; compile.
     began = time.perf_counter()
-    state = over_runs(init_state)(padded)
-    train = over_runs(train_interval).lower(padded, state)  # traced: shapes and types are known
+    state = over_runs(init_state)(padded)  # init_state of all runs at once, on all devices
+    train = over_runs(train_interval).lower(padded, state)
     finish = over_runs(evaluate).lower(padded, state)
     check_results(columns, state, *train.out_info, finish.out_info)
     try_report(finish.out_info, args.num_seeds)
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
-
+    # Train up to one progress line after the other. Ctrl-C loses at most the one in progress.
     lines, num_lines, timesteps, stopped = [], 0, 0, None
     began = time.perf_counter()
     try:
@@ -386,19 +390,19 @@ def main(argv=None):
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
+            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
             show(describe(lines[-1], train_seconds))
-    except BaseException as error:  # Ctrl-C, or an error of a logger of your own, for example
+    except BaseException as error:  # Ctrl-C, or an error in a logger of yours, for example
         if args.distributed or num_lines == 0:
             raise
         stopped = error
         show(f"interrupted by {error!r}: evaluating what was learned up to line {num_lines}")
-
+    # Evaluate, save, then report: so a mistake in a report or a figure loses nothing.
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
     results = {
-        "args": flags,
+        "args": flags_json,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
         "interrupted": stopped is not None,
@@ -422,7 +426,8 @@ COMPILER_OPTIONS = {
     "cpu": {
         "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
         "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.1 to 1.3 times as fast
-        # From jax 0.11 on: without its matrix library, slow for small matrices, 1.5 times as fast.
+        # In jax 0.10, this does nothing. In jax 0.11, it switches a matrix library off that is slow
+        # for small matrices: 1.5 times as fast.
         "xla_disable_hlo_passes": "dot-library-rewriter",
     },
     # By default, XLA times several kernels for each matrix product and keeps the fastest, which is
@@ -502,10 +507,10 @@ def output(*endings):
 
 
 def as_json(value):
-    """Convert a flag that JSON does not know: an array to a list, all else to a text."""
+    """Convert a flag that JSON does not know: an array to a list, anything else to text."""
     if hasattr(value, "tolist"):  # an array
         return value.tolist()
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ between commands
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ each time
 
 
 def settings_and_seeds(args):
@@ -518,8 +523,8 @@ def settings_and_seeds(args):
         array = np.array(values)
         fits = array.dtype.kind in "bf" or (array.dtype.kind in "iu" and abs(array).max() < 2**31)
         if array.ndim != 1 or not fits:
-            text = "a list of numbers, integers below 2^31. Declare other flags by `flag`"
-            raise ValueError(f"{name} is swept, so it must be {text}")
+            text = "a list of numbers; integers must be below 2^31"
+            raise ValueError(f"{name} is swept, so it must be {text}. Else declare it by `flag`.")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -564,11 +569,12 @@ def vectorize(function, args, devices, at_once):
         own, *arrays = inputs
         return function(make_run(args, own), *arrays)
 
-    def one_device(*inputs):
+    def one_device(*inputs):  # one batch of runs after the other, each batch vmapped
         return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
-    # check_vma would reject loops that start from constants.
+    # Each device gets an equal part of the runs. check_vma would reject loops that start from
+    # constants.
     spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
     return jax.jit(spread, compiler_options=options)
@@ -600,20 +606,20 @@ def flat(tree):
 
 
 def save(path, results):
-    """Write {name: array}. Make the folder, in case that you changed args.save."""
+    """Write {name: array}. Make the folder, in case you have changed args.save."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     np.savez(path, **results)
 
 
-def check_results(flags, state, next_state, *results):
-    """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
+def check_results(more_names, state, next_state, *results):
+    """Refuse, before compiling, what would fail later, or would be saved wrongly."""
     before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
     if before != after:
         raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
     arrays = [item for tree in results for item in flat(tree).items()]
     # The last two are parameters of np.savez.
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
-    names += [*flags, *(name for name, _ in arrays)]
+    names += [*more_names, *(name for name, _ in arrays)]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"rename one of the flags and results that have the name {name!r}")
@@ -624,16 +630,16 @@ def check_results(flags, state, next_state, *results):
 
 def try_report(learned, num_seeds):
     """Call `report` with zeros: a mistake in it shows now, not after training."""
-    # Read-only, as what is gathered from devices.
+    # Read-only, like the arrays that `gather` returns.
     zeros = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), learned)
     report(take(zeros, slice(num_seeds)))
 
 
 def stack(lines, taken):
-    """Make {name: (K, ...)} of dictionaries, {name: array} each. A name may be missing in some.
+    """Stack the arrays of all lines: {name: (K, ...)}. A line may lack a name.
 
-    Nothing that you added to a line gets lost: a name that is taken gets a prefix, and arrays of
-    different shapes get a name each.
+    What you have added to lines is kept in any case: a name that is taken gets a prefix, and arrays
+    of different shapes get a name each.
     """
     stacked = {}
     for name in {name: None for line in lines for name in line}:
@@ -659,4 +665,4 @@ def describe(line, seconds):
 
 
 if __name__ == "__main__":
-    sys.exit(130 if main()["interrupted"] else 0)
+    sys.exit(130 if main()["interrupted"] else 0)  # 130 is the status after Ctrl-C

@@ -10,11 +10,11 @@
 This update follows each step (Watkins 1989; Sutton & Barto 2018, section 6.5). The agent starts in
 the lower right cell, and the reward is 1 in the upper left cell, the goal, and 0 elsewhere. Only
 the actions are random, so a constant alpha converges to the exact values, as long as all actions
-are tried again and again (epsilon > 0): Q(s, a) = gamma^(d - 1), where d is the number of steps of
-the shortest path to the goal that begins with a.
+are tried again and again (epsilon > 0). These are Q(s, a) = gamma^(d - 1), where d is the number of
+steps of the shortest path to the goal that begins with a.
 
     python gridworld_qlearning.py                                          # one agent
-    python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # a thousand
+    python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # 1,000
 
 To change the task, change `start`, `is_goal`, MOVES, SIGNS and `env_step`. If moves are random, as
 on slippery ground, also draw their numbers in `train_block`, pass them on in `train_step`, and let
@@ -55,14 +55,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left, up: row, column
-SIGNS = np.array([">", "v", "<", "^"])  # (A,) how a move is printed
+MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) change of row, of column
+SIGNS = np.array([">", "v", "<", "^"])  # (A,) how they are printed: right, down, left, up
 BLOCK = 1000  # steps whose random numbers are drawn at once
-MAX_PRINTED = 4000  # entries of a table
+MAX_PRINTED = 4000  # tables with fewer entries are printed
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those of `sweep` take several values: all combinations are run.
+    """Read and check the flags. Those added by `sweep` take several values: all combinations run.
 
     Only numbers that are used in arithmetic can be swept, not those that set shapes or counts.
     """
@@ -143,7 +143,7 @@ def select_action(values, explore, uniform):
     """
     candidates = explore | (values == jnp.max(values))  # (A,)
     counts = jnp.cumsum(candidates)  # (A,) candidates up to each action
-    return jnp.argmax(counts > uniform * counts[-1])  # the first action whose count is above
+    return jnp.argmax(counts > uniform * counts[-1])  # the first action whose count exceeds it
 
 
 def train_step(run, state, draws):
@@ -155,7 +155,8 @@ def train_step(run, state, draws):
     next_cell, reward, terminated = env_step(run, state.cell, action)
     next_value = jnp.where(terminated, 0.0, jnp.max(state.q_table[*next_cell]))
     td_error = reward + run.gamma * next_value - values[action]
-    # `astype`, so that a table of integers, which would be rounded, is refused.
+    # A table of integers would round all updates to 0. With `astype`, its type changes, which the
+    # loop over steps refuses.
     q_table = state.q_table.astype(float)
     q_table = q_table.at[row, column, action].add(run.learning_rate * td_error)
     cell = jnp.where(terminated, start(run), next_cell)
@@ -164,7 +165,7 @@ def train_step(run, state, draws):
 
 
 def train_block(run, state, _):
-    """Take T steps. Their random numbers are drawn at once: fast, and in little memory."""
+    """Take T steps. To draw their random numbers at once is faster than to draw in each step."""
     key, key_explore, key_uniform = jax.random.split(state.key, 3)
     explore = jax.random.bernoulli(key_explore, run.epsilon, BLOCK)
     draws = explore, jax.random.uniform(key_uniform, BLOCK)
@@ -192,13 +193,15 @@ def train_interval(run, state):
 def evaluate(run, state):
     """Results of a run: its table, and the greedy policy's steps from the start to the goal.
 
-    They are inf if it never arrives. The policy is deterministic: among equal values it takes the
-    first. If it is not at the goal after S steps, it has visited a cell twice and never arrives.
+    The number of steps is inf if it never arrives. The policy is deterministic: among equal values
+    it takes the first. If it is not at the goal after S steps, it has visited a cell twice, and
+    never arrives.
     """
     greedy = jnp.argmax(state.q_table, axis=-1)  # (H, W)
 
     def step(cell, _):
         next_cell, _, terminated = env_step(run, cell, greedy[*cell])
+        # The goal is asked for, too, in case you add other cells in which episodes end.
         return next_cell, (terminated, is_goal(run, next_cell))
 
     _, (ends, at_goal) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
@@ -243,26 +246,26 @@ def draw(args, labels, results, learned):
 
 def main(argv=None):
     """Train, evaluate, save and report. Return what --save writes. Ctrl-C ends training early."""
-    args = parse_args(argv)  # None: those of the command line; in a notebook, call main([])
-    flags = json.dumps(vars(args), default=as_json)
+    args = parse_args(argv)  # if None, those of the command line; in a notebook, call main([])
+    flags_json = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, padded = divide(args, columns)  # padded: with copies, which `gather` cuts off
+    devices, at_once, padded = divide(args, columns)  # padded with copies, which `gather` cuts off
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if writes else lambda *_: None
     show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
-
+    # Trace everything, which tells the shapes and types of results; check them; compile.
     began = time.perf_counter()
-    state = over_runs(init_state)(padded)
-    train = over_runs(train_interval).lower(padded, state)  # traced: shapes and types are known
+    state = over_runs(init_state)(padded)  # init_state of all runs at once, on all devices
+    train = over_runs(train_interval).lower(padded, state)
     finish = over_runs(evaluate).lower(padded, state)
     check_results(columns, state, *train.out_info, finish.out_info)
     try_report(finish.out_info, args.num_seeds)
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
-
+    # Train up to one progress line after the other. Ctrl-C loses at most the one in progress.
     lines, num_lines, timesteps, stopped = [], 0, 0, None
     began = time.perf_counter()
     try:
@@ -272,19 +275,19 @@ def main(argv=None):
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
+            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
             show(describe(lines[-1], train_seconds))
-    except BaseException as error:  # Ctrl-C, or an error of a logger of your own, for example
+    except BaseException as error:  # Ctrl-C, or an error in a logger of yours, for example
         if args.distributed or num_lines == 0:
             raise
         stopped = error
         show(f"interrupted by {error!r}: evaluating what was learned up to line {num_lines}")
-
+    # Evaluate, save, then report: so a mistake in a report or a figure loses nothing.
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
     results = {
-        "args": flags,
+        "args": flags_json,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
         "interrupted": stopped is not None,
@@ -323,7 +326,7 @@ def plot(path, labels, tables):
             figure.colorbar(image, label="max_a of the agents' mean Q")
             row, column = np.nonzero(np.any(table, axis=-1))
             down, to_right = MOVES[table.argmax(axis=-1)[row, column]].T
-            if len(row):
+            if len(row):  # at least one arrow; rows count downwards, as angles="xy" knows
                 axes.quiver(column, row, to_right, down, angles="xy", pivot="mid", color="white")
             axes.set_title(label)
         figure.savefig(path)
@@ -377,10 +380,10 @@ def output(*endings):
 
 
 def as_json(value):
-    """Convert a flag that JSON does not know: an array to a list, all else to a text."""
+    """Convert a flag that JSON does not know: an array to a list, anything else to text."""
     if hasattr(value, "tolist"):  # an array
         return value.tolist()
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ between commands
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ each time
 
 
 def settings_and_seeds(args):
@@ -393,8 +396,8 @@ def settings_and_seeds(args):
         array = np.array(values)
         fits = array.dtype.kind in "bf" or (array.dtype.kind in "iu" and abs(array).max() < 2**31)
         if array.ndim != 1 or not fits:
-            text = "a list of numbers, integers below 2^31. Declare other flags by `flag`"
-            raise ValueError(f"{name} is swept, so it must be {text}")
+            text = "a list of numbers; integers must be below 2^31"
+            raise ValueError(f"{name} is swept, so it must be {text}. Else declare it by `flag`.")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -439,11 +442,12 @@ def vectorize(function, args, devices, at_once):
         own, *arrays = inputs
         return function(make_run(args, own), *arrays)
 
-    def one_device(*inputs):
+    def one_device(*inputs):  # one batch of runs after the other, each batch vmapped
         return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
-    # check_vma would reject loops that start from constants.
+    # Each device gets an equal part of the runs. check_vma would reject loops that start from
+    # constants.
     spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
     return jax.jit(spread, compiler_options=options)
@@ -475,20 +479,20 @@ def flat(tree):
 
 
 def save(path, results):
-    """Write {name: array}. Make the folder, in case that you changed args.save."""
+    """Write {name: array}. Make the folder, in case you have changed args.save."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     np.savez(path, **results)
 
 
-def check_results(flags, state, next_state, *results):
-    """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
+def check_results(more_names, state, next_state, *results):
+    """Refuse, before compiling, what would fail later, or would be saved wrongly."""
     before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
     if before != after:
         raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
     arrays = [item for tree in results for item in flat(tree).items()]
     # The last two are parameters of np.savez.
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
-    names += [*flags, *(name for name, _ in arrays)]
+    names += [*more_names, *(name for name, _ in arrays)]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"rename one of the flags and results that have the name {name!r}")
@@ -499,16 +503,16 @@ def check_results(flags, state, next_state, *results):
 
 def try_report(learned, num_seeds):
     """Call `report` with zeros: a mistake in it shows now, not after training."""
-    # Read-only, as what is gathered from devices.
+    # Read-only, like the arrays that `gather` returns.
     zeros = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), learned)
     report(take(zeros, slice(num_seeds)))
 
 
 def stack(lines, taken):
-    """Make {name: (K, ...)} of dictionaries, {name: array} each. A name may be missing in some.
+    """Stack the arrays of all lines: {name: (K, ...)}. A line may lack a name.
 
-    Nothing that you added to a line gets lost: a name that is taken gets a prefix, and arrays of
-    different shapes get a name each.
+    What you have added to lines is kept in any case: a name that is taken gets a prefix, and arrays
+    of different shapes get a name each.
     """
     stacked = {}
     for name in {name: None for line in lines for name in line}:
@@ -534,4 +538,4 @@ def describe(line, seconds):
 
 
 if __name__ == "__main__":
-    sys.exit(130 if main()["interrupted"] else 0)
+    sys.exit(130 if main()["interrupted"] else 0)  # 130 is the status after Ctrl-C

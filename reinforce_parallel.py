@@ -4,7 +4,7 @@
 #     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
 # ]
 # ///
-r"""REINFORCE on N episodes at a time, of different lengths, padded and masked.
+r"""REINFORCE: N episodes are played at a time. As their lengths differ, they are padded and masked.
 
 Each iteration plays N episodes with the current policy pi, then makes one Adam step along
 
@@ -12,8 +12,9 @@ Each iteration plays N episodes with the current policy pi, then makes one Adam 
 
 (Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
 and 0 in the padding after it. The baseline b_t is the mean of all N returns to go; an episode that
-has ended counts as 0. The book's factor gamma^t is left out, as is common. Returns stop at the time
-limit. Every episode is simulated up to the time limit, however early it ends.
+has ended counts as 0. (R_it is the reward of step t; the book has R_t+1.) The book's factor gamma^t
+is left out, as is common. Nothing is added for what would follow the time limit. Every episode is
+simulated up to the time limit, however early it ends.
 
 --sync truncation learns only from the steps up to the end of the shortest episode. This biases the
 gradient, because later rewards do not count. Where every step has the same reward, as in
@@ -72,7 +73,7 @@ WITH_PICTURES = (
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those of `sweep` take several values: all combinations are run.
+    """Read and check the flags. Those added by `sweep` take several values: all combinations run.
 
     Only numbers that are used in arithmetic can be swept, not those that set shapes or counts.
     """
@@ -104,11 +105,12 @@ def parse_args(argv=None):
         parser.error("--distributed: from Python, call jax.distributed.initialize() first")
     if args.env_id == "MNISTBandit-bsuite":
         parser.error("--env-id: MNISTBandit-bsuite would download its data")
-    # To change the environment or its constants, edit args.env or args.env_params here. To sweep a
-    # constant, edit `make_run`. Copied, because gymnax compiles `step` of an object only once, and
-    # would ignore what you change in it later. (A wrapper that was registered cannot be copied:
-    # wrap here instead, args.env = Wrapper(args.env).)
+    # Copied, in case that gymnax makes the same object each time, because you have registered one:
+    # it compiles `step` of an object only once, and would ignore what you change in it later.
     args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
+    # To change the environment or its constants, edit args.env or args.env_params here. Here is the
+    # place of a wrapper, too (one that was registered cannot be copied). To sweep a constant, edit
+    # `make_run`; README.md shows how.
     space = args.env.action_space(args.env_params)
     args.discrete = isinstance(space, spaces.Discrete)
     real = isinstance(space, spaces.Box) and jnp.issubdtype(space.dtype, jnp.floating)
@@ -184,24 +186,26 @@ def network(params, obs):
 
 def sample(run, params, obs, key):
     """Random action of the policy."""
-    output = network(params, obs)
+    logits_or_mean = network(params, obs)
     if run.discrete:
-        return jax.random.categorical(key, output)
-    return output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
+        return jax.random.categorical(key, logits_or_mean)
+    noise = jax.random.normal(key, logits_or_mean.shape)
+    return logits_or_mean + jnp.exp(params["log_std"]) * noise
 
 
 def greedy_action(run, params, obs):
     """Most probable action of the policy."""
-    output = network(params, obs)
-    return jnp.argmax(output) if run.discrete else output
+    logits_or_mean = network(params, obs)
+    return jnp.argmax(logits_or_mean) if run.discrete else logits_or_mean
 
 
 def log_prob(run, params, obs, action):
-    """log pi(action | obs) of a categorical or a diagonal Gaussian distribution."""
-    output = network(params, obs)
+    """log pi(action | obs), categorical or a diagonal Gaussian. The action is not clipped yet."""
+    logits_or_mean = network(params, obs)
     if run.discrete:
-        return jax.nn.log_softmax(output)[action]
-    return jnp.sum(jax.scipy.stats.norm.logpdf(action, output, jnp.exp(params["log_std"])))
+        return jax.nn.log_softmax(logits_or_mean)[action]
+    std = jnp.exp(params["log_std"])
+    return jnp.sum(jax.scipy.stats.norm.logpdf(action, logits_or_mean, std))
 
 
 def to_env(run, action):
@@ -287,10 +291,10 @@ def train_step(run, state, _):
     key, key_play = jax.random.split(state.key)
     keys = jax.random.split(key_play, run.num_envs)
     episodes, _ = jax.vmap(partial(play, run, state.params))(keys)  # (N, T); XLA drops the states
-    returns = jnp.sum(episodes.reward, axis=1)  # (N,)
+    returns = jnp.sum(episodes.reward, axis=1)  # (N,) of whole episodes
     metrics = {"returns": jnp.mean(returns)}
     timesteps = jnp.sum(episodes.mask)
-    if run.sync == "truncation":
+    if run.sync == "truncation":  # the mask is true up to the end of the shortest episode
         mask = jnp.broadcast_to(jnp.all(episodes.mask, axis=0), episodes.mask.shape)
         episodes = episodes._replace(mask=mask, reward=jnp.where(mask, episodes.reward, 0.0))
     # The advantages are computed outside of the loss, so no gradient flows through them.
@@ -341,26 +345,26 @@ def draw(args, labels, results, learned):
 
 def main(argv=None):
     """Train, evaluate, save and report. Return what --save writes. Ctrl-C ends training early."""
-    args = parse_args(argv)  # None: those of the command line; in a notebook, call main([])
-    flags = json.dumps(vars(args), default=as_json)
+    args = parse_args(argv)  # if None, those of the command line; in a notebook, call main([])
+    flags_json = json.dumps(vars(args), default=as_json)
     columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
     num_runs = len(columns["seed"])
-    devices, at_once, padded = divide(args, columns)  # padded: with copies, which `gather` cuts off
+    devices, at_once, padded = divide(args, columns)  # padded with copies, which `gather` cuts off
     over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
     writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
     show = partial(print, flush=True) if writes else lambda *_: None
     show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
-
+    # Trace everything, which tells the shapes and types of results; check them; compile.
     began = time.perf_counter()
-    state = over_runs(init_state)(padded)
-    train = over_runs(train_interval).lower(padded, state)  # traced: shapes and types are known
+    state = over_runs(init_state)(padded)  # init_state of all runs at once, on all devices
+    train = over_runs(train_interval).lower(padded, state)
     finish = over_runs(evaluate).lower(padded, state)
     check_results(columns, state, *train.out_info, finish.out_info)
     try_report(finish.out_info, args.num_seeds)
     train, finish = train.compile(), finish.compile()
     compile_seconds = time.perf_counter() - began
     show(f"compiled in {compile_seconds:.1f} s")
-
+    # Train up to one progress line after the other. Ctrl-C loses at most the one in progress.
     lines, num_lines, timesteps, stopped = [], 0, 0, None
     began = time.perf_counter()
     try:
@@ -370,19 +374,19 @@ def main(argv=None):
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
             lines.append({**line, "timesteps": timesteps})
-            state, num_lines = next_state, num_lines + 1  # one statement: Ctrl-C keeps both
+            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
             show(describe(lines[-1], train_seconds))
-    except BaseException as error:  # Ctrl-C, or an error of a logger of your own, for example
+    except BaseException as error:  # Ctrl-C, or an error in a logger of yours, for example
         if args.distributed or num_lines == 0:
             raise
         stopped = error
         show(f"interrupted by {error!r}: evaluating what was learned up to line {num_lines}")
-
+    # Evaluate, save, then report: so a mistake in a report or a figure loses nothing.
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     if any(np.isnan(array).any() for array in flat(learned).values()):
         show("warning: what was learned contains nan")
     results = {
-        "args": flags,
+        "args": flags_json,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
         "interrupted": stopped is not None,
@@ -494,10 +498,10 @@ def output(*endings):
 
 
 def as_json(value):
-    """Convert a flag that JSON does not know: an array to a list, all else to a text."""
+    """Convert a flag that JSON does not know: an array to a list, anything else to text."""
     if hasattr(value, "tolist"):  # an array
         return value.tolist()
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ between commands
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ each time
 
 
 def settings_and_seeds(args):
@@ -510,8 +514,8 @@ def settings_and_seeds(args):
         array = np.array(values)
         fits = array.dtype.kind in "bf" or (array.dtype.kind in "iu" and abs(array).max() < 2**31)
         if array.ndim != 1 or not fits:
-            text = "a list of numbers, integers below 2^31. Declare other flags by `flag`"
-            raise ValueError(f"{name} is swept, so it must be {text}")
+            text = "a list of numbers; integers must be below 2^31"
+            raise ValueError(f"{name} is swept, so it must be {text}. Else declare it by `flag`.")
     product = itertools.product(*swept.values())
     settings = [dict(zip(swept, values, strict=True)) for values in product]
     seeds = range(args.seed, args.seed + args.num_seeds)
@@ -556,11 +560,12 @@ def vectorize(function, args, devices, at_once):
         own, *arrays = inputs
         return function(make_run(args, own), *arrays)
 
-    def one_device(*inputs):
+    def one_device(*inputs):  # one batch of runs after the other, each batch vmapped
         return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
-    # check_vma would reject loops that start from constants.
+    # Each device gets an equal part of the runs. check_vma would reject loops that start from
+    # constants.
     spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
     return jax.jit(spread, compiler_options=options)
@@ -592,20 +597,20 @@ def flat(tree):
 
 
 def save(path, results):
-    """Write {name: array}. Make the folder, in case that you changed args.save."""
+    """Write {name: array}. Make the folder, in case you have changed args.save."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     np.savez(path, **results)
 
 
-def check_results(flags, state, next_state, *results):
-    """Refuse, before compiling, what would fail after training, or would be saved wrongly."""
+def check_results(more_names, state, next_state, *results):
+    """Refuse, before compiling, what would fail later, or would be saved wrongly."""
     before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
     if before != after:
         raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
     arrays = [item for tree in results for item in flat(tree).items()]
     # The last two are parameters of np.savez.
     names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
-    names += [*flags, *(name for name, _ in arrays)]
+    names += [*more_names, *(name for name, _ in arrays)]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"rename one of the flags and results that have the name {name!r}")
@@ -616,16 +621,16 @@ def check_results(flags, state, next_state, *results):
 
 def try_report(learned, num_seeds):
     """Call `report` with zeros: a mistake in it shows now, not after training."""
-    # Read-only, as what is gathered from devices.
+    # Read-only, like the arrays that `gather` returns.
     zeros = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), learned)
     report(take(zeros, slice(num_seeds)))
 
 
 def stack(lines, taken):
-    """Make {name: (K, ...)} of dictionaries, {name: array} each. A name may be missing in some.
+    """Stack the arrays of all lines: {name: (K, ...)}. A line may lack a name.
 
-    Nothing that you added to a line gets lost: a name that is taken gets a prefix, and arrays of
-    different shapes get a name each.
+    What you have added to lines is kept in any case: a name that is taken gets a prefix, and arrays
+    of different shapes get a name each.
     """
     stacked = {}
     for name in {name: None for line in lines for name in line}:
@@ -651,4 +656,4 @@ def describe(line, seconds):
 
 
 if __name__ == "__main__":
-    sys.exit(130 if main()["interrupted"] else 0)
+    sys.exit(130 if main()["interrupted"] else 0)  # 130 is the status after Ctrl-C

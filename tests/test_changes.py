@@ -146,8 +146,9 @@ def test_an_entropy_bonus_does_not_count_the_padding():
 
 
 BETA = """
--    return jnp.sum(jax.scipy.stats.norm.logpdf(action, output, jnp.exp(params["log_std"])))
-+    return jnp.sum(jax.scipy.stats.beta.logpdf(action, jnp.exp(output), 2.0))
+-    std = jnp.exp(params["log_std"])
+-    return jnp.sum(jax.scipy.stats.norm.logpdf(action, logits_or_mean, std))
++    return jnp.sum(jax.scipy.stats.beta.logpdf(action, jnp.exp(logits_or_mean), 2.0))
 """
 
 
@@ -170,9 +171,8 @@ NESTED = """
      \"\"\"Logits (A,) in an observation (D,), or means if actions are continuous.\"\"\"
 +    params = params["policy"]
 
--    return jnp.sum(jax.scipy.stats.norm.logpdf(action, output, jnp.exp(params["log_std"])))
+-    std = jnp.exp(params["log_std"])
 +    std = jnp.exp(params["policy"]["log_std"])
-+    return jnp.sum(jax.scipy.stats.norm.logpdf(action, output, std))
 """
 
 
@@ -414,7 +414,7 @@ def test_parameters_of_an_environment_may_be_arrays():
 
 def test_a_move_of_the_grid_world_without_a_sign_is_refused(capsys):
     still = """
--MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left, up: row, column
+-MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) change of row, of column
 +MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0], [0, 0]])
 """
     with pytest.raises(SystemExit):
