@@ -413,9 +413,10 @@ def flat(tree):
 
 
 def save(path, results):
-    """Write {name: array}. Make the folder, in case you have changed args.save."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    np.savez(path, **results)
+    """Write {name: array}, if there is a path. Make its folder, in case you have changed it."""
+    if path:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        np.savez(path, **results)
 
 
 def check_results(more_names, state, next_state, *results):

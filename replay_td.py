@@ -374,7 +374,7 @@ def main(argv=None):
             line = flat(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
             train_seconds = time.perf_counter() - began
             timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
-            lines.append({**line, "timesteps": timesteps})
+            lines.append({**line, "timesteps": timesteps.copy()})
             state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
             show(describe(lines[-1], train_seconds))
     except BaseException as error:  # Ctrl-C, or an error in a logger of yours, for example
@@ -383,20 +383,20 @@ def main(argv=None):
         stopped = error
         show(f"interrupted by {error!r}: evaluating what was learned up to line {num_lines}")
     # Evaluate, save, then report: so a mistake in a report or a figure loses nothing.
-    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
-    if any(np.isnan(array).any() for array in flat(learned).values()):
-        show("warning: what was learned contains nan")
     results = {
         "args": flags_json,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
         "interrupted": stopped is not None,
         **columns,  # (R,) each
-        **flat(learned),  # (R, ...) each
     }
-    results |= stack(lines[:num_lines], results)  # (K, R) each
-    if writes and args.save:
-        save(args.save, results)
+    results |= stack(lines[:num_lines], [*results, *flat(finish.out_info)])  # (K, R) each
+    path = args.save if writes else None
+    learned = evaluate_or_save(partial(finish, padded), state, num_runs, path, results)
+    if any(x.dtype.kind in "fc" and np.isnan(x).any() for x in flat(learned).values()):
+        show("warning: what was learned contains nan")
+    results |= flat(learned)  # (R, ...) each
+    save(path, results)
     for label, of_setting in zip(labels, split(learned, len(labels)), strict=True):
         show(f"{label}  {report(of_setting)}".strip())
     if writes:
@@ -449,16 +449,15 @@ def plot(path, labels, timesteps, returns):
 
 
 def make_parser():
-    """Make a parser, and functions that add a flag of one value, and a swept flag of several.
-
-    `sweep` sets nargs, so it takes no action="store_true": use type=int, with 0 and 1.
-    """
+    """Make a parser, and functions that add a flag of one value, and a swept flag of several."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.allow_abbrev = False
     swept = []
     parser.set_defaults(swept=swept)  # so args.swept has the names of all swept flags
 
     def sweep(name, **more):
+        if more.get("type") is bool or "action" in more:  # bool("False") is True
+            raise TypeError(f"{name}: to sweep it, use type=int, with 0 and 1")
         action = parser.add_argument(name, nargs="+", **more)
         swept.append(action.dest)
 
@@ -591,9 +590,10 @@ def flat(tree):
 
 
 def save(path, results):
-    """Write {name: array}. Make the folder, in case you have changed args.save."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    np.savez(path, **results)
+    """Write {name: array}, if there is a path. Make its folder, in case you have changed it."""
+    if path:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        np.savez(path, **results)
 
 
 def check_results(more_names, state, next_state, *results):
@@ -613,6 +613,18 @@ def check_results(more_names, state, next_state, *results):
             raise TypeError(f"{name!r} has the type {array.dtype}, which NumPy cannot save")
 
 
+def evaluate_or_save(finish, state, num_runs, path, results):
+    """Evaluate all runs. If that fails, or if Ctrl-C ends it, save the results and the state."""
+    try:
+        return gather(finish(state), num_runs)
+    except BaseException:
+        if jax.process_count() == 1:  # else, all processes would have to gather
+            arrays = {f"state.{name}": x for name, x in flat(state).items()}
+            arrays = {name: x for name, x in arrays.items() if isinstance(x.dtype, np.dtype)}
+            save(path, {**results, **gather(arrays, num_runs)})
+        raise
+
+
 def try_report(learned, num_seeds):
     """Call `report` with zeros: a mistake in it shows now, not after training."""
     # Read-only, like the arrays that `gather` returns.
@@ -628,13 +640,23 @@ def stack(lines, taken):
     """
     stacked = {}
     for name in {name: None for line in lines for name in line}:
-        arrays = [np.asarray(line[name]) for line in lines if name in line]
-        name = f"lines.{name}" if name in taken else name
+        arrays = [as_array(line[name]) for line in lines if name in line]
+        # The last two are parameters of np.savez.
+        name = f"lines.{name}" if name in [*taken, "file", "allow_pickle"] else str(name)
         if len({array.shape for array in arrays}) == 1:
             stacked[name] = np.stack(arrays)
         else:
             stacked |= {f"{name}.{i}": array for i, array in enumerate(arrays)}
     return stacked
+
+
+def as_array(value):
+    """Convert to an array that NumPy can save: what holds no numbers and no text, to text."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):  # for example a key, or lists of different lengths
+        return np.asarray(str(value))
+    return np.asarray(str(value)) if array.dtype == object else array
 
 
 def describe(line, seconds):

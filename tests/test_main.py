@@ -264,6 +264,43 @@ def test_curves_hold_arrays_whose_shape_differs_between_lines(script):
     assert curves["solved.0"].tolist() == [7, 8] and curves["solved.1"].tolist() == [9]
 
 
+def test_curves_hold_whatever_was_added_to_a_line_as_text_if_need_be(script, tmp_path):
+    line = {"file": np.arange(2), "key": jax.random.key(0), "ragged": [[1, 2], [3]], 7: None}
+    script.save(tmp_path / "x.npz", script.stack([line], taken=[]))
+    saved = np.load(tmp_path / "x.npz", allow_pickle=False)
+    assert saved["lines.file"].tolist() == [[0, 1]]
+    assert saved["ragged"].tolist() == ["[[1, 2], [3]]"] and saved["7"].tolist() == ["None"]
+    assert "key" in saved
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_evaluation_that_fails_or_is_interrupted_leaves_the_curves_and_the_state(
+    script, error, monkeypatch, tmp_path
+):
+    gather, calls = script.gather, []
+
+    def fail_after_training(tree, length):
+        calls.append(tree)
+        if len(calls) == 5:  # four lines, then the evaluation
+            raise error
+        return gather(tree, length)
+
+    monkeypatch.setattr(script, "gather", fail_after_training)
+    with pytest.raises(error):
+        run_toy(script, f"--save {tmp_path / 'x.npz'}")
+    saved = np.load(tmp_path / "x.npz")
+    assert saved["returns"].shape == (4, 45)
+    np.testing.assert_array_equal(saved["state."], state_after(4))  # the toy's state has no names
+
+
+@pytest.mark.parametrize("more", [{"type": bool}, {"action": "store_true"}])
+def test_a_swept_flag_of_true_and_false_is_refused(script, more):
+    """bool("False") is True."""
+    *_, sweep = script.make_parser()
+    with pytest.raises(TypeError, match="--own: to sweep it, use type=int"):
+        sweep("--own", default=[False], **more)
+
+
 def test_what_is_added_to_a_line_takes_the_place_of_no_result(script, monkeypatch):
     def describe(line, seconds):  # a user may add to lines[-1] in the loop of main
         line["gamma"] = 2 * gamma
