@@ -641,7 +641,7 @@ def stack(lines, taken):
     stacked = {}
     for name in {name: None for line in lines for name in line}:
         arrays = [as_array(line[name]) for line in lines if name in line]
-        # The last two are parameters of np.savez.
+        # np.savez has parameters of the names file and allow_pickle.
         name = f"lines.{name}" if name in [*taken, "file", "allow_pickle"] else str(name)
         if len({array.shape for array in arrays}) == 1:
             stacked[name] = np.stack(arrays)
