@@ -20,40 +20,32 @@ To write another environment, change EnvParams, EnvState, the class and `choose_
 Shapes: N = num_envs cars, K intervals, M = interval_episodes episodes of a car in each
 interval, T steps (the time limit).
 
-Read down to the end of `main`: first comes the environment, for one car, then the flags, then the
-rollout of one car, then `main`, which runs it. What follows `main` is not about environments.
+The environment comes first, then the flags and the rollout of one car, then `main`. What follows is
+not about environments.
 """
 
 import argparse
 import json
 import math
 import os
-import re
-import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 # Each core of the CPU becomes a device. This must be set before jax is imported.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
-if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"  # draw to files; a notebook keeps its own backend
 # Compile the loop over steps into one function: 1.4 to 1.9 times as fast.
 LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
 os.environ["XLA_FLAGS"] = LOOPS + " " + os.environ.get("XLA_FLAGS", "")  # the user's flags win
 import jax
-
-if __name__ == "__main__" and "--distributed" in sys.argv:
-    jax.distributed.initialize()  # before gymnax is imported, because gymnax creates arrays
-
 import jax.numpy as jnp
 import numpy as np
 from flax import struct  # gymnax depends on it
 from gymnax.environments import environment, spaces
-from jax.experimental.multihost_utils import process_allgather
 
-MAX_SAVED = 1e8  # steps; they are in memory twice while they are joined
+MAX_SAVED = 500_000  # episodes; 3 GB, in memory twice while they are joined
 
 
 @struct.dataclass
@@ -91,12 +83,11 @@ def cosine(x):
 class MountainCar(environment.Environment):
     """A gymnax environment.
 
-    A class needs num_actions, default_params (without it, gymnax's time limit is 1 step), step_env,
-    reset_env and the two spaces; `name` and is_terminated are customary. A continuous action
-    arrives with the shape of its space: Box(low, high, ()) gives a number, Box(low, high, (1,)) an
-    array. `play` below calls step_env up to max_steps_in_episode times. Learners call `step` of the
-    base class: it applies the time limit, so step_env must add 1 to `time`, and it resets an
-    episode that ended.
+    A class needs num_actions, default_params (without it, the time limit is 1 step), step_env,
+    reset_env and the two spaces. `step` of the base class applies the time limit and resets an
+    episode that ended: so step_env must add 1 to `time`, and must not report the time limit as
+    terminated. A continuous action arrives with the shape of its space: Box(low, high, ()) gives a
+    number, Box(low, high, (1,)) an array.
     """
 
     name = "MountainCar-v0"
@@ -146,29 +137,23 @@ PARAMS = ENV.default_params
 
 
 def parse_args(argv=None):
-    """Read and check the flags."""
+    """Read the flags."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.allow_abbrev = False
-    flag, count = parser.add_argument, number(int, 1, 1e6)
-    flag("--seed", type=number(int, 0, 2e9), default=0, help="seed of car 0; car i uses seed + i")
-    text = "episodes of each car, rounded up to equal intervals"
-    flag("--num-episodes", type=count, default=500, help=text)
+    flag = parser.add_argument
+    flag("--seed", type=int, default=0, help="seed of car 0; car i uses seed + i")
+    flag("--num-episodes", type=count, default=500, help="episodes of each car")
     flag("--num-intervals", type=count, default=5, help="progress lines, at most")
     flag("--num-envs", type=count, default=4096, help="cars stepped in lockstep")
     text = "rocking pushes in the direction of motion"
     flag("--policy", choices=["random", "rocking"], default="random", help=text)
-    text = "join the processes of a Slurm or Open MPI 4 job"
-    flag("--distributed", action="store_true", help=text)
-    text = f"write all steps, if they are at most {MAX_SAVED:g} (.npz)"
-    flag("--save", type=output(".npz"), metavar="FILE", help=text)
+    flag("--save", metavar="FILE.npz", help="write all steps, 26 bytes each")
     args = parser.parse_args(argv)
-    if args.distributed and not jax.distributed.is_initialized():
-        parser.error("--distributed: from Python, call jax.distributed.initialize() first")
+    check_file(parser, args.save, ".npz")
+    if args.save and args.num_envs * args.num_episodes > MAX_SAVED:
+        parser.error(f"--save: at most {MAX_SAVED:,} episodes")
+    # The number of episodes is rounded up to equal intervals.
     args.interval_episodes = math.ceil(args.num_episodes / args.num_intervals)
     args.num_intervals = math.ceil(args.num_episodes / args.interval_episodes)
-    num_steps = PARAMS.max_steps_in_episode * args.num_intervals * args.interval_episodes
-    if args.save and args.num_envs * num_steps > MAX_SAVED:
-        parser.error(f"--save: at most {MAX_SAVED:g} steps; lower --num-envs or --num-episodes")
     return args
 
 
@@ -212,8 +197,8 @@ def play(run, key):
     obs, env_state = ENV.reset_env(key_reset, PARAMS)
     carry = obs, env_state, jnp.array(True), {"timesteps": 0, "returns": 0.0}
     (_, env_state, mask, totals), steps = jax.lax.scan(step, carry, (keys, uniform))
-    totals["terminations"] = ~mask
-    totals["truncations"] = mask & ENV.is_truncated(env_state, PARAMS)
+    totals["terminated"] = ~mask
+    totals["truncated"] = mask & ENV.is_truncated(env_state, PARAMS)
     return totals, steps
 
 
@@ -223,218 +208,135 @@ def init_state(run):
 
 
 def rollout(run, key):
-    """Play M episodes. Return the next key, what a progress line shows, and what --save keeps."""
-
-    def episode(key, _):
-        key, key_play = jax.random.split(key)
-        return key, play(run, key_play)
-
-    key, (totals, steps) = jax.lax.scan(episode, key, length=run.interval_episodes)  # (M, ...)
+    """Play M episodes. Return the next key, sums of their totals, and what --save keeps."""
+    key, key_play = jax.random.split(key)
+    keys = jax.random.split(key_play, run.interval_episodes)
+    totals, steps = jax.lax.map(partial(play, run), keys)  # (M, ...)
     return key, jax.tree.map(partial(jnp.sum, axis=0), totals), steps
 
 
 def main(argv=None):
-    """Roll out and report. Return what --save writes; without --save, no steps.
-
-    Ctrl-C ends the rollout early, and keeps the intervals that are finished.
-    """
+    """Roll out and report. Return what --save writes, as nested dictionaries."""
     args = parse_args(argv)  # if None, those of the command line; in a notebook, call main([])
-    flags_json = json.dumps(vars(args), default=as_json)
-    seeds = {"seed": args.seed + np.arange(args.num_envs)}
-    devices, at_once, padded = divide(args, seeds)  # padded with copies, which `gather` cuts off
-    over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
-    writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
-    show = partial(print, flush=True) if writes else lambda *_: None
-    show(f"{args.num_envs:,} x {ENV.name} on {len(devices)} x {devices[0].device_kind}")
+    grid = {"seed": args.seed + np.arange(args.num_envs)}  # what differs between cars: {flag: (N,)}
+    devices, batch_size, padded = divide(grid)  # padded with copies, which `gather` cuts off
 
     began = time.perf_counter()
-    state = over_runs(init_state)(padded)
-    roll = over_runs(rollout).lower(padded, state)
-    check_results(["rollout_seconds", "episodes"], state, *roll.out_info)
-    roll = roll.compile()
-    compile_seconds = time.perf_counter() - began
-    show(f"compiled in {compile_seconds:.1f} s")
+    over_runs = partial(compile_over_runs, args=args, devices=devices, batch_size=batch_size)
+    key = over_runs(init_state, padded)(padded)
+    roll = over_runs(rollout, padded, key)
+    seconds = time.perf_counter() - began
+    where = f"{len(devices)} x {devices[0].device_kind}"
+    print(f"cars: {args.num_envs}  devices: {where}  compiled in {seconds:.1f} s", flush=True)
 
-    # history: metrics and steps of each interval
-    history, timesteps, seconds, stopped = [], 0, 0.0, None
+    history, timesteps, began = [], 0, time.perf_counter()
     try:
-        for i in range(args.num_intervals):
-            began = time.perf_counter()
-            state, totals, steps = roll(padded, state)
-            totals = gather(totals, args.num_envs)  # (N,); waits for roll; Ctrl-C is raised here
-            seconds += time.perf_counter() - began
-            if np.any(totals["terminations"] + totals["truncations"] != args.interval_episodes):
-                raise ValueError(
-                    "an episode did not end: step_env must add 1 to state.time,"
-                    " and max_steps_in_episode must be a whole number"
-                )
-            timesteps = timesteps + totals["timesteps"].sum(dtype=np.int64)  # so far
-            means = {name: x.mean(axis=0) / args.interval_episodes for name, x in totals.items()}
-            episodes = (i + 1) * args.interval_episodes
-            metrics = {**means, "episodes": episodes, "timesteps": timesteps}
-            history.append((metrics, gather(steps, args.num_envs)))
-            show(
-                f"episode {episodes:,}  terminated {metrics['terminations']:.1%}"
-                f"  return {metrics['returns']:.1f}  {timesteps / seconds / 1e6:.0f} M steps/s"
+        for _ in range(args.num_intervals):
+            key, totals, steps = roll(padded, key)
+            totals, steps = gather((totals, steps), args.num_envs)  # waits for `roll`
+            seconds = time.perf_counter() - began
+            timesteps += totals["timesteps"].sum(dtype=np.int64)  # of all cars
+            history.append(({"seconds": seconds, **totals}, steps))
+            means = {name: x.mean() / args.interval_episodes for name, x in totals.items()}
+            print(
+                f"step {timesteps:,}  return {means['returns']:.1f}"
+                f"  terminated {means['terminated']:.1%}  truncated {means['truncated']:.1%}"
+                f"  {timesteps / seconds / 1e6:.0f} M steps/s",
+                flush=True,
             )
-    except BaseException as error:  # Ctrl-C, or an error of your own in this loop
-        if args.distributed or not history:
+    except KeyboardInterrupt:  # Ctrl-C ends the rollout early
+        if not history:
             raise
-        stopped = error
-        episodes = history[-1][0]["episodes"]
-        show(f"interrupted by {error!r}: the results are those up to episode {episodes:,}")
 
-    metrics, steps = zip(*history, strict=True)
+    lines, steps = zip(*history, strict=True)
+    curves = jax.tree.map(lambda *values: np.stack(values), *lines)  # (K, N) each
+    steps = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *steps)  # (N, episodes, T)
     results = {
-        "args": flags_json,
-        "compile_seconds": compile_seconds,
-        "rollout_seconds": seconds,
-        "interrupted": stopped is not None,
-        **{name: np.stack([line[name] for line in metrics]) for name in metrics[0]},  # (K,)
+        "args": json.dumps(vars(args), default=str),
+        "interrupted": len(history) < args.num_intervals,
+        "cars": grid,
+        "curves": curves,
+        "steps": steps,
     }
     if args.save:
-        steps = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *steps)
-        results = {**results, **flat(steps)}  # (N, episodes, T, ...) each
-    if writes and args.save:
-        save(args.save, results)
-    if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
-        raise stopped  # what was rolled out is saved by now
+        np.savez(args.save, **flat(results))
     return results
 
 
-RUNS_AT_ONCE = 256  # cars vmapped together on a core of a CPU; more would overflow its cache
+MAX_BATCH = 256  # cars vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {
-    "cpu": {
-        "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.3 times as fast
-    },
-}
+    "cpu": {"xla_cpu_prefer_vector_width": 512}
+}  # widest vectors: 1.3 times as fast
 
 
-# From here on, nothing is about environments: the helpers of `parse_args` and `main`, as in the
-# learners.
+# From here on, nothing is about environments: the helpers of `parse_args` and `main`.
 
 
-def number(kind, low, high):
-    """Make an argparse type: an int or a float in [low, high]. An int may be written 2e6."""
-
-    def parse(text):
-        value = float(text)
-        if not low <= value <= high or value != kind(value):
-            raise ValueError
-        return kind(value)
-
-    parse.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse shows it in its error
-    return parse
+def count(text):
+    """Read a flag: an integer of at least 1. It may be written 2e6."""
+    value = float(text)
+    if not 1 <= value < 2**31 or value != int(value):
+        raise ValueError
+    return int(value)
 
 
-def output(*endings):
-    """Make an argparse type: a writable file with one of these endings."""
-
-    def parse(path):
-        target = path if os.path.lexists(path) else os.path.join(os.path.dirname(path), ".")
-        if not path.endswith(endings) or os.path.isdir(path) or not os.access(target, os.W_OK):
-            text = f"{path!r} is not a {' or '.join(endings)} file that can be written"
-            raise argparse.ArgumentTypeError(text)
-        return path
-
-    return parse
+def check_file(parser, path, *endings):
+    """Refuse a name without one of the endings, before anything is computed. Make its folder."""
+    if path:
+        if not path.endswith(endings):
+            parser.error(f"{path} must end in {' or '.join(endings)}")
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
 
-def as_json(value):
-    """Convert a flag that JSON does not know: an array to a list, anything else to text."""
-    if hasattr(value, "tolist"):  # an array
-        return value.tolist()
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ each time
-
-
-def divide(args, columns):
+def divide(grid):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    For example, 300 runs on 16 cores are at most 19 on each. If 8 fit at once, that makes 3 batches
-    of 7 on each core, so 336 runs: the last 36 are copies of the first, which `gather` cuts off.
-    Return the devices, the runs in a batch, and the columns with the copies.
+    For example, 300 runs on 16 cores are at most 19 on each. If MAX_BATCH is 8, each core takes 3
+    batches of 7. That makes 336 runs, of which the last 36 are copies. Return the devices, the size
+    of a batch, and the grid with the copies.
     """
-    devices, num_batches, num_runs = jax.devices(), 1, len(columns["seed"])
+    devices, num_batches, num_runs = jax.devices(), 1, len(grid["seed"])
     per_device = math.ceil(num_runs / len(devices))
-    if not args.distributed:  # in a job, each process needs all of its devices
-        devices = devices[: math.ceil(num_runs / per_device)]
+    devices = devices[: math.ceil(num_runs / per_device)]
     if devices[0].platform == "cpu":
-        num_batches = math.ceil(per_device / RUNS_AT_ONCE)
-    at_once = math.ceil(per_device / num_batches)
-    length = len(devices) * num_batches * at_once
-    padded = {name: np.resize(column, length) for name, column in columns.items()}
-    return devices, at_once, padded
+        num_batches = math.ceil(per_device / MAX_BATCH)
+    batch_size = math.ceil(per_device / num_batches)
+    length = len(devices) * num_batches * batch_size
+    return devices, batch_size, {name: np.resize(array, length) for name, array in grid.items()}
 
 
-def make_run(args, own):
-    """Make the flags of one run: those of all, with its own seed and values of swept flags."""
-    return argparse.Namespace(**{**vars(args), **own})
+def compile_over_runs(function, *inputs, args, devices, batch_size):
+    """Compile function(run, *arrays) of one run into a function of all runs, over all devices.
 
-
-def vectorize(function, args, devices, at_once):
-    """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
-
-    It takes what differs between runs, {flag: (R,)}, in place of `run`. The other arrays have a
-    leading axis of runs.
+    Its inputs are the padded grid and the arrays, each with an axis of runs in front.
     """
 
     def one_run(inputs):
-        own, *arrays = inputs
-        return function(make_run(args, own), *arrays)
+        own, *arrays = inputs  # its own seed and values of swept flags
+        return function(SimpleNamespace(**{**vars(args), **own}), *arrays)
 
-    def one_device(*inputs):  # one batch of runs after the other, each batch vmapped
-        return jax.lax.map(one_run, inputs, batch_size=at_once)
+    def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped
+        return jax.lax.map(one_run, inputs, batch_size=batch_size)
 
-    mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
-    # Each device gets an equal part of the runs. check_vma would reject loops that start from
-    # constants.
-    spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
+    mesh = jax.sharding.Mesh(devices, "runs")
+    axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
+    # check_vma would reject loops that start from constants.
+    sharded = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
-    return jax.jit(spread, compiler_options=options)
+    return jax.jit(sharded, compiler_options=options).lower(*inputs).compile()
 
 
-def take(tree, rows):
-    """Take some rows of each array."""
-    return jax.tree.map(lambda array: array[rows], tree)
-
-
-def gather(tree, length):
-    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
-    return take(process_allgather(tree, tiled=True), slice(length))
+def gather(tree, num_runs):
+    """Copy arrays from all devices to the host, without the copies of runs."""
+    return jax.tree.map(lambda array: np.asarray(array)[:num_runs], tree)
 
 
 def flat(tree):
-    """Make {name: array} of any tree. Names of nested arrays are joined, as in layer.kernel."""
+    """Make {name: array} of any tree. Names are joined, as in learned.params.weights."""
     leaves = jax.tree.leaves_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two arrays have the same name: {sorted(names)}")
-    return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
-
-
-def save(path, results):
-    """Write {name: array}, if there is a path. Make its folder, in case you have changed it."""
-    if path:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        np.savez(path, **results)
-
-
-def check_results(more_names, state, next_state, *results):
-    """Refuse, before compiling, what would fail later, or would be saved wrongly."""
-    before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
-    if before != after:
-        raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
-    arrays = [item for tree in results for item in flat(tree).items()]
-    # The last two are parameters of np.savez.
-    names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
-    names += [*more_names, *(name for name, _ in arrays)]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"rename one of the flags and results that have the name {name!r}")
-    for name, array in arrays:
-        if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
-            raise TypeError(f"{name!r} has the type {array.dtype}, which NumPy cannot save")
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 if __name__ == "__main__":
-    sys.exit(130 if main()["interrupted"] else 0)  # 130 is the status after Ctrl-C
+    if main()["interrupted"]:
+        raise KeyboardInterrupt  # so that Ctrl-C also ends a loop of the shell over commands

@@ -1,8 +1,6 @@
 # /// script
 # requires-python = ">=3.11,<3.14"
-# dependencies = [
-#     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
-# ]
+# dependencies = ["jax==0.10.1", "optax==0.2.8", "gymnax==1.0.1", "six==1.17.0"]  # gymnax needs six
 # ///
 """Q-learning with N parallel environments and one linear learner.
 
@@ -13,12 +11,11 @@ The features phi are radial basis functions with random centers c_i (Sutton & Ba
 9.5.5). Each batch of B transitions gives one Adam step on half the mean squared TD error.
 
 No gradient flows through the target: this is semi-gradient Q-learning (section 11.1). With
-function approximation, it may diverge (section 11.3). If s' is terminal,
-the target is r alone. Where only the time limit ends an episode, the value of s' still counts
-(Pardo et al. 2018). The learning rate falls linearly to 0, so that the weights settle. The final
-weights are evaluated.
+function approximation, it may diverge (section 11.3). Where only the time limit ends an episode,
+the value of s' still counts (Pardo et al. 2018). The learning rate falls linearly to 0, so that the
+weights settle. The final weights are evaluated.
 
-    python parallel_td.py                                                   # one run
+    python parallel_td.py                                                   # one run: seconds
     python parallel_td.py --sigma 0.4 0.5 --num-seeds 20 --plot curve.png   # forty runs
     python parallel_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5
 
@@ -26,37 +23,28 @@ Shapes: R runs, K intervals, U = interval_updates updates, T = batch_steps steps
 environments, B = T * N transitions, E = eval_episodes episodes, D observation dimensions,
 F = num_centers features, A actions.
 
-Read down to the end of `main`: first come the flags, then the algorithm, written for one run, then
-`main`, which runs it. What follows `main` is not about learning.
+The flags come first, then the algorithm for one run, then `main`. What follows is not about
+learning.
 """
 
 import argparse
-import copy
-import itertools
 import json
 import math
 import os
-import re
-import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 # Each core of the CPU becomes a device. This must be set before jax is imported.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
-if __name__ == "__main__" and "IPython" not in sys.modules:
-    os.environ["MPLBACKEND"] = "agg"  # draw to files; a notebook keeps its own backend
-import jax
-
-if __name__ == "__main__" and "--distributed" in sys.argv:
-    jax.distributed.initialize()  # before gymnax is imported, because gymnax creates arrays
-
 import gymnax
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental.multihost_utils import process_allgather
+from gymnax.wrappers import LogWrapper
 
 # What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
 # To use another environment, add its scale here. With more dimensions, centers are farther away:
@@ -69,45 +57,32 @@ OBS_SCALE = {
 
 
 def parse_args(argv=None):
-    """Read and check the flags. Those added by `sweep` take several values: all combinations run.
+    """Read the flags. Those of `sweep` take several values, and all combinations run.
 
-    Only numbers that are used in arithmetic can be swept, not those that set shapes or counts.
+    Sweep numbers that are used in arithmetic, not those that set shapes or counts.
     """
-    parser, flag, sweep = make_parser()
-    count, unit, width = number(int, 1, 1e6), number(float, 0, 1), number(float, 1e-3, 1e3)
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flag = parser.add_argument
+    sweep = partial(flag, nargs="+")
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
-    flag("--seed", type=number(int, 0, 2e9), default=0, help="first seed of each setting")
+    flag("--seed", type=int, default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs of each setting")
-    text = "environment steps per run, rounded up to equal intervals"
-    flag("--total-timesteps", type=number(int, 1, 1e9), default=200_000, help=text)
+    flag("--total-timesteps", type=count, default=200_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
-    text = "transitions per update, rounded up to whole steps of all environments"
-    flag("--batch-size", type=count, default=16, help=text)
-    sweep("--learning-rate", type=unit, default=[0.06], help="initial value, falls to 0")
-    sweep("--gamma", type=unit, default=[0.99], help="discount factor")
-    sweep("--epsilon", type=unit, default=[0.25], help="probability of a random action")
+    flag("--batch-size", type=count, default=16, help="transitions per update")
+    sweep("--learning-rate", type=fraction, default=[0.06], help="initial value, falls to 0")
+    sweep("--gamma", type=fraction, default=[0.99], help="discount factor")
+    sweep("--epsilon", type=fraction, default=[0.25], help="probability of a random action")
     flag("--num-centers", type=count, default=500, help="number of radial basis features")
-    sweep("--sigma", type=width, default=[0.5], help="width of the features")
+    sweep("--sigma", type=float, default=[0.5], help="width of the features")
     flag("--eval-episodes", type=count, default=100, help="greedy episodes after training")
-    text = "join the processes of a Slurm or Open MPI 4 job"
-    flag("--distributed", action="store_true", help=text)
-    flag("--save", type=output(".npz"), metavar="FILE", help="write weights, curves, flags (.npz)")
-    picture = output(".png", ".pdf", ".svg")
-    text = "draw the learning curves of at most ten settings (.png, .pdf, .svg)"
-    flag("--plot", type=picture, metavar="FILE", help=text)
+    flag("--save", metavar="FILE.npz", help="write weights, learning curves and flags")
+    flag("--plot", metavar="FILE.png", help="draw the learning curves (.png, .pdf, .svg)")
     args = parser.parse_args(argv)
-    if args.distributed and not jax.distributed.is_initialized():
-        parser.error("--distributed: from Python, call jax.distributed.initialize() first")
-    # Copied, in case that gymnax makes the same object each time, because you have registered one:
-    # it compiles `step` of an object only once, and would ignore what you change in it later.
-    args.env, args.env_params = copy.deepcopy(gymnax.make(args.env_id))
-    # To change the environment or its constants, edit args.env or args.env_params here. Here is the
-    # place of a wrapper, too (one that was registered cannot be copied). To sweep a constant, edit
-    # `make_run`; README.md shows how.
-    obs_shape = args.env.observation_space(args.env_params).shape
-    if len(OBS_SCALE[args.env_id]) != math.prod(obs_shape):
-        parser.error(f"--env-id: OBS_SCALE must hold a number for each entry of {obs_shape}")
+    check_file(parser, args.save, ".npz")
+    check_file(parser, args.plot, ".png", ".pdf", ".svg")
+    # Everything is rounded up: batches to whole steps of all environments, the total to intervals.
     args.batch_steps = math.ceil(args.batch_size / args.num_envs)
     num_updates = math.ceil(args.total_timesteps / args.num_envs / args.batch_steps)
     args.interval_updates = math.ceil(num_updates / args.num_intervals)
@@ -116,12 +91,21 @@ def parse_args(argv=None):
     return args
 
 
-# The algorithm, written for one run. `run` holds its flags. `run.seed` and the flags of `sweep`
-# differ between runs, so they are traced: use them in arithmetic, not in shapes, Python loops or
-# `if`. All other flags are Python values. (In `args`, which `main` has, swept flags are lists.)
+def make_env(args):
+    """Make the environment of all runs, and its parameters. Wrap or change it here.
+
+    LogWrapper reports the returns of episodes, in the rewards of the environment that it wraps.
+    """
+    env, env_params = gymnax.make(args.env_id)
+    return LogWrapper(env), env_params
+
+
+# The algorithm, written for one run. `run` holds its flags. `run.seed` and swept flags are traced,
+# as all arrays are: use them in arithmetic, not as shapes, in `range` or in `if`. All other flags
+# are Python values. partial(f, run) fixes `run`, and vmap maps over the arguments that are left.
 #
-# A metric is an entry of the dictionary that `td_loss`, `vector_step` or `train_step` returns. It
-# is averaged over the updates up to the next progress line, printed if one number, and saved.
+# A metric is an entry of the dictionary that `td_loss` returns. It is averaged over the updates of
+# an interval, printed if it is one number, and saved.
 
 
 class Transition(NamedTuple):
@@ -142,17 +126,12 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     env_state: gymnax.EnvState  # (N,)
     obs: jax.Array  # (N, D)
-    episode_return: jax.Array  # (N,) so far
 
 
 def optimizer(run):
-    """Make Adam for the weights. Its learning rate falls linearly to 0, over num_updates steps.
+    """Make Adam for the weights, with a rate that falls linearly to 0 over num_updates steps.
 
-    If you make more or fewer steps than updates, change num_updates here. The centers are frozen:
-    Adam does not see them. (freeze_mask needs an entry for each of params.) Put gradient clipping
-    or weight decay beside Adam, as in adam = optax.chain(..., adam). The learning rate is traced,
-    so optax's schedules that use it in an `if` fail: make such a schedule for a rate of 1, and
-    multiply its value by run.learning_rate.
+    The centers are frozen. Chain clipping or weight decay to `adam`, which does not see them.
     """
     adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
     return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
@@ -168,14 +147,8 @@ def init_state(run):
         "centers": jax.random.uniform(key_centers, (obs[0].size, run.num_centers), minval=-1.0),
         "weights": jnp.zeros((num_actions, run.num_centers)),
     }
-    return TrainState(
-        key=key,
-        params=params,
-        opt_state=optimizer(run).init(params),
-        env_state=env_state,
-        obs=obs,
-        episode_return=jnp.zeros(run.num_envs),
-    )
+    opt_state = optimizer(run).init(params)
+    return TrainState(key=key, params=params, opt_state=opt_state, env_state=env_state, obs=obs)
 
 
 def q_values(run, params, obs):
@@ -183,7 +156,7 @@ def q_values(run, params, obs):
     scaled = obs.reshape(-1) / jnp.array(OBS_SCALE[run.env_id])
     squared_distance = jnp.sum((scaled[:, None] - params["centers"]) ** 2, axis=0)  # (F,)
     phi = jnp.exp(-squared_distance / (2 * run.sigma**2))  # (F,)
-    # One product for each action: 1.8 times as fast as weights @ phi on a CPU.
+    # One product for each action, unrolled: 1.8 times as fast as weights @ phi on a CPU.
     return jnp.stack([w_a @ phi for w_a in params["weights"]])
 
 
@@ -195,7 +168,7 @@ def select_action(epsilon, q, uniform):
 
 
 def vector_step(run, state, _):
-    """Step N environments. Return their transitions, and what the next progress line averages."""
+    """Step N environments. Return their transitions, and what LogWrapper says of episodes."""
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
     # To draw all random numbers at once is faster than to have a key for each environment.
@@ -203,7 +176,7 @@ def vector_step(run, state, _):
     q = jax.vmap(partial(q_values, run, state.params))(state.obs)  # (N, A)
     action = jax.vmap(partial(select_action, run.epsilon))(q, uniform)  # (N,)
     step = jax.vmap(partial(run.env.step, params=run.env_params))
-    obs, env_state, reward, terminated, truncated, info = step(step_keys, state.env_state, action)
+    obs, env_state, reward, terminated, _, info = step(step_keys, state.env_state, action)
     transitions = Transition(
         obs=state.obs,
         action=action,
@@ -213,12 +186,7 @@ def vector_step(run, state, _):
         next_obs=info["final_observation"],
         terminated=terminated,
     )
-    done = terminated | truncated
-    total = state.episode_return + reward
-    to_average = {"episodes": jnp.sum(done), "return_sum": jnp.sum(jnp.where(done, total, 0.0))}
-    episode_return = jnp.where(done, 0.0, total)
-    state = state._replace(key=key, env_state=env_state, obs=obs, episode_return=episode_return)
-    return state, (transitions, to_average)
+    return state._replace(key=key, env_state=env_state, obs=obs), (transitions, info)
 
 
 def td_target(run, params, transition):
@@ -228,15 +196,15 @@ def td_target(run, params, transition):
     return transition.reward + run.gamma * next_value
 
 
-def td_error(run, params, transition, target):
-    """Target minus the value of the action that was taken. Also return that value."""
-    value = q_values(run, params, transition.obs)[transition.action]
-    return target - value, value
+def q_value(run, params, transition):
+    """Value of the action that was taken."""
+    return q_values(run, params, transition.obs)[transition.action]
 
 
 def td_loss(run, params, batch, targets):
     """Half the mean squared TD error of a batch (B,). Also return what a progress line shows."""
-    errors, values = jax.vmap(partial(td_error, run, params))(batch, targets)  # (B,)
+    values = jax.vmap(partial(q_value, run, params))(batch)  # (B,)
+    errors = targets - values
     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
     return jnp.mean(errors**2) / 2, metrics
 
@@ -244,403 +212,246 @@ def td_loss(run, params, batch, targets):
 def train_step(run, state, _):
     """Collect B transitions with the current weights, then learn from exactly those."""
     step = partial(vector_step, run)
-    state, (transitions, to_average) = jax.lax.scan(step, state, length=run.batch_steps)
-    # Returns of several steps would be made here. They need `truncated`, too, and a larger T.
+    state, (transitions, infos) = jax.lax.scan(step, state, length=run.batch_steps)
+    # Returns of n steps would be made here. They need `truncated`, and T of at least n.
     batch = jax.tree.map(jnp.concatenate, transitions)  # step after step: (T, N) -> (B,)
     # The targets are computed outside of the loss, so no gradient flows through them.
     targets = jax.vmap(partial(td_target, run, state.params))(batch)  # (B,)
-    loss = partial(td_loss, run)
-    # The gradient has an entry for the centers, too, which the optimizer ignores.
-    grad, metrics = jax.grad(loss, has_aux=True)(state.params, batch, targets)
+    grad, metrics = jax.grad(partial(td_loss, run), has_aux=True)(state.params, batch, targets)
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     state = state._replace(params=params, opt_state=opt_state)
-    averages = jax.tree.map(partial(jnp.mean, axis=0), to_average)
-    return state, dict(**averages, **metrics)  # unlike `|`, refuses a duplicate name
+    ended = infos["returned_episode"]  # (T, N)
+    return_sum = jnp.sum(infos["returned_episode_returns"], where=ended)
+    return state, dict(**metrics, episodes=jnp.sum(ended), return_sum=return_sum)
 
 
 def train_interval(run, state):
     """Make U updates, up to the next progress line. Also return what the line shows."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
-    # The mean return of the episodes that ended; nan if none did. The ratio of the two means is the
-    # same as that of the sums.
-    returns = means.pop("return_sum") / means.pop("episodes")
-    # Of this interval and run; `main` adds them up.
+    returns = means.pop("return_sum") / means.pop("episodes")  # nan if no episode ended
     timesteps = jnp.array(run.interval_updates * run.batch_steps * run.num_envs)
     return state, dict(timesteps=timesteps, returns=returns, **means)
 
 
 def greedy_return(run, params, key):
-    """Undiscounted return of one greedy episode of at most max_steps_in_episode steps."""
+    """Undiscounted return of one greedy episode."""
 
     def step(carry, key):
-        obs, env_state, alive, total = carry
+        obs, env_state = carry
         action = jnp.argmax(q_values(run, params, obs))
-        stepped = run.env.step(key, env_state, action, run.env_params)
-        obs, env_state, reward, terminated, truncated, _ = stepped
-        total = jnp.where(alive, total + reward, total)
-        return (obs, env_state, alive & ~(terminated | truncated), total), None
+        obs, env_state, _, _, _, info = run.env.step(key, env_state, action, run.env_params)
+        return (obs, env_state), (info["returned_episode"], info["returned_episode_returns"])
 
     key_reset, key_steps = jax.random.split(key)
-    obs, env_state = run.env.reset(key_reset, run.env_params)
-    keys = jax.random.split(key_steps, int(run.env_params.max_steps_in_episode))
-    carry = obs, env_state, jnp.array(True), jnp.array(0.0)
-    (*_, total), _ = jax.lax.scan(step, carry, keys)
-    return total
+    keys = jax.random.split(key_steps, run.env_params.max_steps_in_episode)
+    start = run.env.reset(key_reset, run.env_params)
+    _, (ended, returns) = jax.lax.scan(step, start, keys)  # (T,)
+    return returns[jnp.argmax(ended)]  # of the first episode
 
 
 def evaluate(run, state):
     """Results of a run: the returns (E,) of greedy episodes, and what was learned."""
-    # A key that training does not use, so that you can also evaluate during training.
-    key = jax.random.fold_in(state.key, 999)
-    keys = jax.random.split(key, run.eval_episodes)
+    # Training never splits off this key, so you can also evaluate during training.
+    keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.params))(keys)
     scale = jnp.array(OBS_SCALE[run.env_id])
-    return dict(greedy_return=returns, obs_scale=scale, **flat(state.params))
+    return {"greedy_return": returns, "obs_scale": scale, "params": state.params}
 
 
-def report(learned):
-    """Describe what the runs of a setting learned.
-
-    `main` first calls it with zeros, so that a mistake shows before training.
-    """
-    means = learned["greedy_return"].mean(axis=1)  # one for each run
+def report(learned, rows):
+    """Describe what the runs of a setting, in these rows, have learned."""
+    means = learned["greedy_return"][rows].mean(axis=1)  # one for each run
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
 
 
-def draw(args, labels, results, learned):
-    """Draw what --plot asks for."""
-    if args.plot:
-        plot(args.plot, labels, results["timesteps"], results["returns"])
+def draw(args, settings, results):
+    """Draw the returns (K, R) of training: runs thin, the median of each setting bold."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.4 + 0.2 * len(settings)), layout="constrained")
+    axes = figure.subplots()
+    for i, (label, rows) in enumerate(settings.items()):
+        x, y = (results["curves"][name][:, rows] for name in ("timesteps", "returns"))
+        axes.plot(x, y, f"C{i % 10}", linewidth=0.5, alpha=0.3)
+        median = np.median(x, axis=1), np.nanmedian(y, axis=1)
+        axes.plot(*median, f"C{i % 10}", linewidth=2, label=f"median  {label}".strip())
+    axes.set(xlabel="environment steps", ylabel="return of training episodes")
+    figure.legend(loc="outside upper center", fontsize="small")
+    figure.savefig(args.plot)
 
 
 def main(argv=None):
-    """Train, evaluate, save and report. Return what --save writes. Ctrl-C ends training early."""
-    args = parse_args(argv)  # if None, those of the command line; in a notebook, call main([])
-    flags_json = json.dumps(vars(args), default=as_json)
-    columns, labels = settings_and_seeds(args)  # what differs between runs: {flag: (R,)}
-    num_runs = len(columns["seed"])
-    devices, at_once, padded = divide(args, columns)  # padded with copies, which `gather` cuts off
-    over_runs = partial(vectorize, args=args, devices=devices, at_once=at_once)
-    writes = jax.process_index() == 0  # in a job, only process 0 prints and writes
-    show = partial(print, flush=True) if writes else lambda *_: None
-    show(f"{num_runs} run{'s' * (num_runs > 1)} on {len(devices)} x {devices[0].device_kind}")
-    # Trace everything, which tells the shapes and types of results; check them; compile.
+    """Train, evaluate, save and report. Return what --save writes, as nested dictionaries."""
+    args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
+    grid, settings = make_grid(args)  # {flag: (R,)} of all runs; {label: rows} of each setting
+    num_runs = len(grid["seed"])
+    devices, batch_size, grid = divide(grid)  # adds copies of runs, which `gather` cuts off
+
+    # All is compiled before training, so a mistake in `evaluate` shows now.
     began = time.perf_counter()
-    state = over_runs(init_state)(padded)  # init_state of all runs at once, on all devices
-    train = over_runs(train_interval).lower(padded, state)
-    finish = over_runs(evaluate).lower(padded, state)
-    check_results(columns, state, *train.out_info, finish.out_info)
-    try_report(finish.out_info, args.num_seeds)
-    train, finish = train.compile(), finish.compile()
-    compile_seconds = time.perf_counter() - began
-    show(f"compiled in {compile_seconds:.1f} s")
-    # Train up to one progress line after the other. Ctrl-C loses at most the one in progress.
-    lines, num_lines, timesteps, stopped = [], 0, 0, None
-    began = time.perf_counter()
+    over_runs = partial(compile_over_runs, args=args, devices=devices, batch_size=batch_size)
+    init = over_runs(init_state, grid)
+    state = init(grid)
+    train = over_runs(train_interval, grid, state)
+    finish = over_runs(evaluate, grid, state)
+    seconds = time.perf_counter() - began
+    where = f"{len(devices)} x {devices[0].device_kind}"
+    print(f"runs: {num_runs}  devices: {where}  compiled in {seconds:.1f} s", flush=True)
+
+    history, timesteps, began = [], 0, time.perf_counter()
     try:
-        while num_lines < args.num_intervals:
-            next_state, metrics = train(padded, state)
-            line = flat(gather(metrics, num_runs))  # waits for train; Ctrl-C is raised here
-            train_seconds = time.perf_counter() - began
-            timesteps = timesteps + line["timesteps"].astype(np.int64)  # (R,) so far
-            lines.append({**line, "timesteps": timesteps.copy()})
-            state, num_lines = next_state, num_lines + 1  # Ctrl-C cannot come in between
-            show(describe(lines[-1], train_seconds))
-    except BaseException as error:  # Ctrl-C, or an error in a logger of yours, for example
-        if args.distributed or num_lines == 0:
+        for _ in range(args.num_intervals):
+            next_state, metrics = train(grid, state)
+            metrics = gather(metrics, num_runs)  # waits for `train`
+            state, seconds = next_state, time.perf_counter() - began
+            timesteps = timesteps + metrics.pop("timesteps").astype(np.int64)  # (R,) so far
+            history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
+            # Log elsewhere here, for example by wandb.log.
+            speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
+            print(f"step {timesteps.mean():,.0f}", *describe(metrics), speed, sep="  ", flush=True)
+    except KeyboardInterrupt:  # Ctrl-C ends training early
+        if not history:
             raise
-        stopped = error
-        show(f"interrupted by {error!r}: evaluating what was learned up to line {num_lines}")
-    # Evaluate, save, then report: so a mistake in a report or a figure loses nothing.
+        print("interrupted: evaluating what was learned up to the last line")
+
+    learned = gather(finish(grid, state), num_runs)  # (R, ...) each
+    curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
     results = {
-        "args": flags_json,
-        "compile_seconds": compile_seconds,
-        "train_seconds": train_seconds,
-        "interrupted": stopped is not None,
-        **columns,  # (R,) each
+        "args": json.dumps(vars(args), default=str),
+        "interrupted": len(history) < args.num_intervals,
+        "runs": gather(grid, num_runs),
+        "curves": curves,
+        "learned": learned,
     }
-    results |= stack(lines[:num_lines], [*results, *flat(finish.out_info)])  # (K, R) each
-    path = args.save if writes else None
-    learned = evaluate_or_save(partial(finish, padded), state, num_runs, path, results)
-    if any(x.dtype.kind in "fc" and np.isnan(x).any() for x in flat(learned).values()):
-        show("warning: what was learned contains nan")
-    results |= flat(learned)  # (R, ...) each
-    save(path, results)
-    for label, of_setting in zip(labels, split(learned, len(labels)), strict=True):
-        show(f"{label}  {report(of_setting)}".strip())
-    if writes:
-        draw(args, labels, results, learned)
-    if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
-        raise stopped  # what was learned is saved by now
+    if args.save:
+        np.savez(args.save, **flat(results))
+    for label, rows in settings.items():
+        print(f"{label}  {report(learned, rows)}".strip())
+    if args.plot:
+        draw(args, settings, results)
     return results
 
 
-RUNS_AT_ONCE = 8  # vmapped together on a core of a CPU; more would overflow its cache
+MAX_BATCH = 8  # runs vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {
     "cpu": {
         "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
         "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.1 to 1.3 times as fast
-        # In jax 0.10, this does nothing. In jax 0.11, it switches a matrix library off that is slow
-        # for small matrices: 1.5 times as fast.
+        # In jax 0.11: not to call a library for small matrices, 1.5 times as fast.
         "xla_disable_hlo_passes": "dot-library-rewriter",
     },
-    # By default, XLA times several kernels for each matrix product and keeps the fastest, which is
-    # not always the same one. Without that, the same command gives the same bits. Compiling takes
-    # 0.8 of the time, training about as long.
-    "gpu": {"xla_gpu_autotune_level": 0},
+    "gpu": {"xla_gpu_autotune_level": 0},  # always the same kernels, so always the same bits
 }
 
 
-def plot(path, labels, timesteps, returns):
-    """Draw returns (K, R) over timesteps (K, R): runs thin, the median of each setting bold."""
-    import matplotlib.style
-    from matplotlib.figure import Figure
-
-    shown, title = labels[:10], None  # Matplotlib has ten colors
-    if len(shown) < len(labels):
-        title = f"the first {len(shown)} of {len(labels)} settings"
-    x, y = (np.split(array, len(labels), axis=1) for array in (timesteps, returns))
-    with matplotlib.style.context("default"):  # whatever a matplotlibrc says
-        figure = Figure(figsize=(6.4, 4.4 + 0.2 * len(shown)), layout="constrained")
-        axes = figure.subplots()
-        for i, label in enumerate(shown):  # x[i], y[i]: (K, runs of a setting)
-            axes.plot(x[i], y[i], f"C{i}.-", linewidth=0.5, markersize=1, alpha=0.3)
-            # Not np.nanmedian, which would warn if all are nan.
-            middle = np.median(x[i], axis=1), jnp.nanmedian(y[i], axis=1)
-            axes.plot(*middle, f"C{i}.-", linewidth=2, label=f"median  {label}".strip())
-        axes.set(xlabel="environment steps", ylabel="return of training episodes")
-        figure.legend(loc="outside upper center", fontsize="small", title=title)
-        figure.savefig(path)
+# From here on, nothing is about learning: the helpers of `parse_args` and `main`.
 
 
-# From here on, nothing is about learning: the helpers of `parse_args` and `main`, the same in all
-# learners.
+def count(text):
+    """Read a flag: an integer of at least 1. It may be written 2e6."""
+    value = float(text)
+    if not 1 <= value < 2**31 or value != int(value):
+        raise ValueError
+    return int(value)
 
 
-def make_parser():
-    """Make a parser, and functions that add a flag of one value, and a swept flag of several."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.allow_abbrev = False
-    swept = []
-    parser.set_defaults(swept=swept)  # so args.swept has the names of all swept flags
-
-    def sweep(name, **more):
-        if more.get("type") is bool or "action" in more:  # bool("False") is True
-            raise TypeError(f"{name}: to sweep it, use type=int, with 0 and 1")
-        action = parser.add_argument(name, nargs="+", **more)
-        swept.append(action.dest)
-
-    return parser, parser.add_argument, sweep
+def fraction(text):
+    """Read a flag: a number from 0 to 1."""
+    if not 0 <= float(text) <= 1:
+        raise ValueError
+    return float(text)
 
 
-def number(kind, low, high):
-    """Make an argparse type: an int or a float in [low, high]. An int may be written 2e6."""
-
-    def parse(text):
-        value = float(text)
-        if not low <= value <= high or value != kind(value):
-            raise ValueError
-        return kind(value)
-
-    parse.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse shows it in its error
-    return parse
+def check_file(parser, path, *endings):
+    """Refuse a name without one of the endings, before anything is computed. Make its folder."""
+    if path:
+        if not path.endswith(endings):
+            parser.error(f"{path} must end in {' or '.join(endings)}")
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
 
-def output(*endings):
-    """Make an argparse type: a writable file with one of these endings."""
-
-    def parse(path):
-        target = path if os.path.lexists(path) else os.path.join(os.path.dirname(path), ".")
-        if not path.endswith(endings) or os.path.isdir(path) or not os.access(target, os.W_OK):
-            text = f"{path!r} is not a {' or '.join(endings)} file that can be written"
-            raise argparse.ArgumentTypeError(text)
-        return path
-
-    return parse
-
-
-def as_json(value):
-    """Convert a flag that JSON does not know: an array to a list, anything else to text."""
-    if hasattr(value, "tolist"):  # an array
-        return value.tolist()
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))  # addresses differ each time
-
-
-def settings_and_seeds(args):
+def make_grid(args):
     """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
 
-    Return what differs between runs, {flag: (R,)}, and a label for each setting.
+    Return what differs between runs, {flag: (R,)}, and {label: rows} of each setting.
     """
-    swept = {name: getattr(args, name) for name in args.swept}
-    for name, values in swept.items():
-        array = np.array(values)
-        fits = array.dtype.kind in "bf" or (array.dtype.kind in "iu" and abs(array).max() < 2**31)
-        if array.ndim != 1 or not fits:
-            text = "a list of numbers; integers must be below 2^31"
-            raise ValueError(f"{name} is swept, so it must be {text}. Else declare it by `flag`.")
-    product = itertools.product(*swept.values())
-    settings = [dict(zip(swept, values, strict=True)) for values in product]
-    seeds = range(args.seed, args.seed + args.num_seeds)
-    runs = [{**setting, "seed": seed} for setting in settings for seed in seeds]
-    varied = [name for name, values in swept.items() if len(values) > 1]
-    labels = [", ".join(f"{name} {setting[name]:.9g}" for name in varied) for setting in settings]
-    return {name: np.array([run[name] for run in runs]) for name in runs[0]}, labels
+    values = {name: value for name, value in vars(args).items() if isinstance(value, list)}
+    varied = [name for name in values if len(values[name]) > 1]
+    values["seed"] = range(args.seed, args.seed + args.num_seeds)
+    arrays = np.meshgrid(*values.values(), indexing="ij")  # the seed varies fastest
+    grid = {name: array.ravel() for name, array in zip(values, arrays, strict=True)}
+    settings = {}
+    for i in range(0, len(grid["seed"]), args.num_seeds):
+        label = ", ".join(f"{name} {grid[name][i]:.9g}" for name in varied)
+        settings[label] = slice(i, i + args.num_seeds)
+    return grid, settings
 
 
-def divide(args, columns):
+def divide(grid):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    For example, 300 runs on 16 cores are at most 19 on each. If 8 fit at once, that makes 3 batches
-    of 7 on each core, so 336 runs: the last 36 are copies of the first, which `gather` cuts off.
-    Return the devices, the runs in a batch, and the columns with the copies.
+    For example, 300 runs on 16 cores are at most 19 on each. If MAX_BATCH is 8, each core takes 3
+    batches of 7. That makes 336 runs, of which the last 36 are copies. Return the devices, the size
+    of a batch, and the grid with the copies.
     """
-    devices, num_batches, num_runs = jax.devices(), 1, len(columns["seed"])
+    devices, num_batches, num_runs = jax.devices(), 1, len(grid["seed"])
     per_device = math.ceil(num_runs / len(devices))
-    if not args.distributed:  # in a job, each process needs all of its devices
-        devices = devices[: math.ceil(num_runs / per_device)]
+    devices = devices[: math.ceil(num_runs / per_device)]
     if devices[0].platform == "cpu":
-        num_batches = math.ceil(per_device / RUNS_AT_ONCE)
-    at_once = math.ceil(per_device / num_batches)
-    length = len(devices) * num_batches * at_once
-    padded = {name: np.resize(column, length) for name, column in columns.items()}
-    return devices, at_once, padded
+        num_batches = math.ceil(per_device / MAX_BATCH)
+    batch_size = math.ceil(per_device / num_batches)
+    length = len(devices) * num_batches * batch_size
+    return devices, batch_size, {name: np.resize(array, length) for name, array in grid.items()}
 
 
-def make_run(args, own):
-    """Make the flags of one run: those of all, with its own seed and values of swept flags."""
-    return argparse.Namespace(**{**vars(args), **own})
+def compile_over_runs(function, *inputs, args, devices, batch_size):
+    """Compile function(run, *arrays) of one run into a function of all runs, over all devices.
 
-
-def vectorize(function, args, devices, at_once):
-    """Turn function(run, *arrays) of one run into a function of all runs, spread over devices.
-
-    It takes what differs between runs, {flag: (R,)}, in place of `run`. The other arrays have a
-    leading axis of runs.
+    Its inputs are the padded grid and the arrays, each with an axis of runs in front.
     """
+    env, env_params = make_env(args)  # outside of jit, since some environments cannot be made there
 
     def one_run(inputs):
-        own, *arrays = inputs
-        return function(make_run(args, own), *arrays)
+        own, *arrays = inputs  # its own seed and values of swept flags
+        flags = {**vars(args), **own}
+        return function(SimpleNamespace(**flags, env=env, env_params=env_params), *arrays)
 
-    def one_device(*inputs):  # one batch of runs after the other, each batch vmapped
-        return jax.lax.map(one_run, inputs, batch_size=at_once)
+    def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped
+        return jax.lax.map(one_run, inputs, batch_size=batch_size)
 
-    mesh, axis = jax.sharding.Mesh(devices, "runs"), jax.P("runs")
-    # Each device gets an equal part of the runs. check_vma would reject loops that start from
-    # constants.
-    spread = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
+    mesh = jax.sharding.Mesh(devices, "runs")
+    axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
+    # check_vma would reject loops that start from constants.
+    sharded = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
-    return jax.jit(spread, compiler_options=options)
+    return jax.jit(sharded, compiler_options=options).lower(*inputs).compile()
 
 
-def take(tree, rows):
-    """Take some rows of each array."""
-    return jax.tree.map(lambda array: array[rows], tree)
+def gather(tree, num_runs):
+    """Copy arrays from all devices to the host, without the copies of runs."""
+    return jax.tree.map(lambda array: np.asarray(array)[:num_runs], tree)
 
 
-def split(tree, parts):
-    """Split the rows of each array into equal parts. Return a list of trees."""
-    length = len(jax.tree.leaves(tree)[0]) // parts
-    return [take(tree, slice(i * length, (i + 1) * length)) for i in range(parts)]
-
-
-def gather(tree, length):
-    """Copy arrays from all devices, in all processes, to the host. Keep the first `length` rows."""
-    return take(process_allgather(tree, tiled=True), slice(length))
+def describe(metrics):
+    """Write metrics (R,) as words: the mean of the runs in which each is known (not nan)."""
+    words = []
+    for name, values in metrics.items():
+        if values.ndim == 1:
+            known = values[~np.isnan(values)]
+            words.append(f"{name} {known.mean() if len(known) else np.nan:#.4g}")
+            if 0 < len(known) < len(values):
+                words.append(f"({len(known)} of {len(values)} runs)")
+    return words
 
 
 def flat(tree):
-    """Make {name: array} of any tree. Names of nested arrays are joined, as in layer.kernel."""
+    """Make {name: array} of any tree. Names are joined, as in learned.params.weights."""
     leaves = jax.tree.leaves_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two arrays have the same name: {sorted(names)}")
-    return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
-
-
-def save(path, results):
-    """Write {name: array}, if there is a path. Make its folder, in case you have changed it."""
-    if path:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        np.savez(path, **results)
-
-
-def check_results(more_names, state, next_state, *results):
-    """Refuse, before compiling, what would fail later, or would be saved wrongly."""
-    before, after = (jax.tree.map(lambda x: f"{x.dtype}{x.shape}", x) for x in (state, next_state))
-    if before != after:
-        raise TypeError(f"the state changes its shapes or types: {before} becomes {after}")
-    arrays = [item for tree in results for item in flat(tree).items()]
-    # The last two are parameters of np.savez.
-    names = ["args", "compile_seconds", "train_seconds", "interrupted", "file", "allow_pickle"]
-    names += [*more_names, *(name for name, _ in arrays)]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"rename one of the flags and results that have the name {name!r}")
-    for name, array in arrays:
-        if not isinstance(array.dtype, np.dtype) or array.dtype.kind not in "biufc":
-            raise TypeError(f"{name!r} has the type {array.dtype}, which NumPy cannot save")
-
-
-def evaluate_or_save(finish, state, num_runs, path, results):
-    """Evaluate all runs. If that fails, or if Ctrl-C ends it, save the results and the state."""
-    try:
-        return gather(finish(state), num_runs)
-    except BaseException:
-        if jax.process_count() == 1:  # else, all processes would have to gather
-            arrays = {f"state.{name}": x for name, x in flat(state).items()}
-            arrays = {name: x for name, x in arrays.items() if isinstance(x.dtype, np.dtype)}
-            save(path, {**results, **gather(arrays, num_runs)})
-        raise
-
-
-def try_report(learned, num_seeds):
-    """Call `report` with zeros: a mistake in it shows now, not after training."""
-    # Read-only, like the arrays that `gather` returns.
-    zeros = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), learned)
-    report(take(zeros, slice(num_seeds)))
-
-
-def stack(lines, taken):
-    """Stack the arrays of all lines: {name: (K, ...)}. A line may lack a name.
-
-    What you have added to lines is kept in any case: a name that is taken gets a prefix, and arrays
-    of different shapes get a name each.
-    """
-    stacked = {}
-    for name in {name: None for line in lines for name in line}:
-        arrays = [as_array(line[name]) for line in lines if name in line]
-        # np.savez has parameters of the names file and allow_pickle.
-        name = f"lines.{name}" if name in [*taken, "file", "allow_pickle"] else str(name)
-        if len({array.shape for array in arrays}) == 1:
-            stacked[name] = np.stack(arrays)
-        else:
-            stacked |= {f"{name}.{i}": array for i, array in enumerate(arrays)}
-    return stacked
-
-
-def as_array(value):
-    """Convert to an array that NumPy can save: what holds no numbers and no text, to text."""
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError):  # for example a key, or lists of different lengths
-        return np.asarray(str(value))
-    return np.asarray(str(value)) if array.dtype == object else array
-
-
-def describe(line, seconds):
-    """Describe an interval. Metrics are averaged over the runs in which they are not nan."""
-    words = [f"step {line['timesteps'].mean():,.0f}"]
-    for name, array in line.items():
-        if name != "timesteps" and array.ndim == 1:  # one number for each run
-            known = array[~np.isnan(array)]
-            words.append(f"{name} {known.mean() if len(known) else np.nan:#.4g}")
-            if 0 < len(known) < len(array):
-                words.append(f"({len(known)} of {len(array)} runs)")
-    return "  ".join([*words, f"{line['timesteps'].sum() / seconds:,.0f} steps/s"])
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 if __name__ == "__main__":
-    sys.exit(130 if main()["interrupted"] else 0)  # 130 is the status after Ctrl-C
+    if main()["interrupted"]:
+        raise KeyboardInterrupt  # so that Ctrl-C also ends a loop of the shell over commands
