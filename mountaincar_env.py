@@ -208,53 +208,55 @@ def init_state(run):
 
 
 def rollout(run, key):
-    """Play M episodes. Return the next key, sums of their totals, and what --save keeps."""
-    key, key_play = jax.random.split(key)
-    keys = jax.random.split(key_play, run.interval_episodes)
-    totals, steps = jax.lax.map(partial(play, run), keys)  # (M, ...)
-    return key, jax.tree.map(partial(jnp.sum, axis=0), totals), steps
+    """Play M episodes. Return the next key, what a progress line shows, and what --save keeps."""
+
+    def episode(key, _):
+        key, key_play = jax.random.split(key)
+        return key, play(run, key_play)
+
+    key, (totals, steps) = jax.lax.scan(episode, key, length=run.interval_episodes)  # (M, ...)
+    timesteps = jnp.sum(totals.pop("timesteps"))
+    means = jax.tree.map(partial(jnp.mean, axis=0), totals)
+    return key, {"timesteps": timesteps, **means}, steps
 
 
 def main(argv=None):
-    """Roll out and report. Return what --save writes, as nested dictionaries."""
-    args = parse_args(argv)  # if None, those of the command line; in a notebook, call main([])
-    grid = {"seed": args.seed + np.arange(args.num_envs)}  # what differs between cars: {flag: (N,)}
-    devices, batch_size, padded = divide(grid)  # padded with copies, which `gather` cuts off
+    """Roll out and save. Return what --save writes, as nested dictionaries."""
+    args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
+    grid = {"seed": args.seed + np.arange(args.num_envs)}  # {flag: (N,)} of all cars
+    devices, batch_size, grid = divide(grid)  # adds copies of cars, which `gather` cuts off
 
     began = time.perf_counter()
     over_runs = partial(compile_over_runs, args=args, devices=devices, batch_size=batch_size)
-    key = over_runs(init_state, padded)(padded)
-    roll = over_runs(rollout, padded, key)
+    init = over_runs(init_state, grid)
+    key = init(grid)
+    roll = over_runs(rollout, grid, key)
     seconds = time.perf_counter() - began
     where = f"{len(devices)} x {devices[0].device_kind}"
     print(f"cars: {args.num_envs}  devices: {where}  compiled in {seconds:.1f} s", flush=True)
 
-    history, timesteps, began = [], 0, time.perf_counter()
+    history, steps, timesteps, began = [], [], 0, time.perf_counter()
     try:
         for _ in range(args.num_intervals):
-            key, totals, steps = roll(padded, key)
-            totals, steps = gather((totals, steps), args.num_envs)  # waits for `roll`
+            key, metrics, new_steps = roll(grid, key)
+            metrics, new_steps = gather((metrics, new_steps), args.num_envs)  # waits for `roll`
             seconds = time.perf_counter() - began
-            timesteps += totals["timesteps"].sum(dtype=np.int64)  # of all cars
-            history.append(({"seconds": seconds, **totals}, steps))
-            means = {name: x.mean() / args.interval_episodes for name, x in totals.items()}
-            print(
-                f"step {timesteps:,}  return {means['returns']:.1f}"
-                f"  terminated {means['terminated']:.1%}  truncated {means['truncated']:.1%}"
-                f"  {timesteps / seconds / 1e6:.0f} M steps/s",
-                flush=True,
-            )
+            timesteps = timesteps + metrics.pop("timesteps").astype(np.int64)  # (N,) so far
+            history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
+            steps.append(new_steps)
+            words = [f"{name} {values.mean():.4g}" for name, values in metrics.items()]
+            speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
+            print(f"step {timesteps.sum():,}", *words, speed, sep="  ", flush=True)
     except KeyboardInterrupt:  # Ctrl-C ends the rollout early
         if not history:
             raise
 
-    lines, steps = zip(*history, strict=True)
-    curves = jax.tree.map(lambda *values: np.stack(values), *lines)  # (K, N) each
+    curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, N) each; seconds (K,)
     steps = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *steps)  # (N, episodes, T)
     results = {
         "args": json.dumps(vars(args), default=str),
         "interrupted": len(history) < args.num_intervals,
-        "cars": grid,
+        "runs": gather(grid, args.num_envs),
         "curves": curves,
         "steps": steps,
     }
@@ -265,8 +267,8 @@ def main(argv=None):
 
 MAX_BATCH = 256  # cars vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {
-    "cpu": {"xla_cpu_prefer_vector_width": 512}
-}  # widest vectors: 1.3 times as fast
+    "cpu": {"xla_cpu_prefer_vector_width": 512},  # the widest vectors: 1.3 times as fast
+}
 
 
 # From here on, nothing is about environments: the helpers of `parse_args` and `main`.
