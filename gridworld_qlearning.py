@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11,<3.14"
-# dependencies = ["jax==0.10.1", "jaxlib==0.10.1", "matplotlib==3.11.2"]
+# dependencies = ["jax==0.10.1", "matplotlib==3.11.2"]
 # ///
 """Tabular Q-learning on a grid world: one agent or thousands, each with a table of its own.
 

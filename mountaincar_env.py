@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11,<3.14"
-# dependencies = ["jax==0.10.1", "jaxlib==0.10.1", "gymnax[visualize]==1.0.1", "six==1.17.0"]
+# dependencies = ["jax==0.10.1", "gymnax==1.0.1", "six==1.17.0"]  # gymnax needs six
 # ///
 """How to write an environment in pure JAX: MountainCar-v0, and its rollout on all devices.
 

@@ -1,8 +1,6 @@
 # /// script
 # requires-python = ">=3.11,<3.14"
-# dependencies = [
-#     "jax==0.10.1", "jaxlib==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0",
-# ]
+# dependencies = ["jax==0.10.1", "optax==0.2.8", "gymnax[visualize]==1.0.1", "six==1.17.0"]
 # ///
 r"""REINFORCE: N episodes are played at a time. As their lengths differ, they are padded and masked.
 

@@ -5,17 +5,15 @@ must follow from it. Bounds on frequencies are at least five standard deviations
 test also passes after a change of the keys, or of the order in which they are split.
 """
 
-import gc
 import importlib
 import inspect
 import os
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
 TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
@@ -26,7 +24,6 @@ PARALLEL, REPLAY, DECAY, GRID, REINFORCE, CAR = SCRIPTS
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where there is a GPU; some tests count devices
-gc.set_threshold(200_000)  # rarely: looking for garbage took a twentieth of the time
 # What tests compile runs for a moment: compile it quickly, with little optimization, and keep it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 if version("jax").startswith("0.10."):  # jax 0.11 does not know this flag
@@ -36,8 +33,6 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # no word when a program comes from the cache
 import jax
-import pytest
-from diffs import changed_text
 
 
 def load(script):
@@ -45,20 +40,16 @@ def load(script):
     return importlib.import_module(script.removesuffix(".py"))
 
 
-def changed(script, *diffs, **names):
-    """Import a copy of a script, changed by diffs. Names given, as a class, are globals of it."""
-    module = ModuleType("changed")
-    vars(module).update(names)
-    exec(compile(changed_text(script, *diffs), f"changed {script}", "exec"), vars(module))
-    module.COMPILER_OPTIONS = {}  # compiles faster
-    return module
-
-
 def one_run(script, flags="", **own):
-    """Flags as a function of one run takes them: of swept flags the first value, or your own."""
+    """Make what a function of one run takes as `run`: of swept flags, the first value.
+
+    `own` has other values: of flags, of the environment `env`, or of its parameters `env_params`.
+    """
     args = script.parse_args(flags.split())
-    first = {name: getattr(args, name)[0] for name in args.swept}
-    return script.make_run(args, {**first, **own})
+    run = {name: x[0] if isinstance(x, list) else x for name, x in vars(args).items()}
+    if hasattr(script, "make_env"):
+        run["env"], run["env_params"] = script.make_env(args)
+    return SimpleNamespace(**{**run, **own})
 
 
 def jit(function, run):
@@ -96,53 +87,5 @@ def watch(monkeypatch, owner, name, ordered=True):
     return records
 
 
-def refuse_to_train(*_):
-    """Stands in for `describe`, which describes the first progress line: nothing may be trained."""
-    pytest.fail("it was trained")  # raises what `main` does not catch, unlike AssertionError
-
-
 def is_key(leaf):
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-# Some tests wait for programs, as a user runs them. `in_background` makes a function that runs one.
-# Its `start` puts it into a queue, which is worked off beside the tests; a call waits for its end.
-# A test says @pytest.mark.starts(program=...), so that its program is started before all tests.
-QUEUE = ThreadPoolExecutor(1)  # one program at a time, because the tests need the other core
-
-
-def in_background(function):
-    """Make a function that can `start` beside the tests. A call waits for what it returns."""
-
-    @cache
-    def start(*args):
-        return QUEUE.submit(function, *args)
-
-    def wait(*args):
-        return start(*args).result()
-
-    wait.start = start
-    return wait
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "starts(program): is started before the first test")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def programs(request):
-    """Start the programs of all selected tests. At the end, drop those that have not begun."""
-    global QUEUE
-    items = request.session.items
-    smoke = [item for item in items if item.module.__name__ == "test_smoke"]
-    if smoke == items:
-        QUEUE = ThreadPoolExecutor(2)  # no other test needs a core
-    for item in items:
-        for mark in item.iter_markers("starts"):
-            mark.kwargs["program"].start()
-    for item in smoke:  # they come last, and do not know conftest.py
-        if not hasattr(item.module.run, "start"):
-            item.module.run = in_background(item.module.run)
-        item.module.run.start(item.callspec.params["script"])
-    yield
-    QUEUE.shutdown(wait=False, cancel_futures=True)

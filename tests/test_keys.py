@@ -41,7 +41,7 @@ def test_a_greedy_episode_uses_no_key_twice(name):
 
 def test_a_rollout_of_a_car_uses_no_key_twice():
     car = load(CAR)
-    run = car.make_run(car.parse_args("--num-episodes 2 --num-intervals 1".split()), {"seed": 0})
+    run = one_run(car, "--num-episodes 2 --num-intervals 1")
 
     @jax.jit
     def roll_out():

@@ -1,9 +1,10 @@
 """reinforce_parallel.py: distributions, episodes against Gymnasium, the gradient by enumeration.
 
-The fixture `learning` trains on CartPole-v1 for two intervals, and records episodes and updates.
+The fixture `learning` trains on a changed CartPole-v1 for two intervals, and records each update.
 """
 
 import itertools
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,9 +23,16 @@ from scipy.stats import kstest, norm
 import reinforce_parallel as rp
 
 close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)  # sums in single precision
-DISCRETE, CONTINUOUS = SimpleNamespace(discrete=True), SimpleNamespace(discrete=False)
 DRAWS = 20_000
-LIMIT = 40  # steps: some poles fall before
+
+
+def run_with(space):
+    """A run whose actions are from a space."""
+    env = SimpleNamespace(action_space=lambda params: space)
+    return SimpleNamespace(env=env, env_params=None, gamma=1.0)
+
+
+FOUR_ACTIONS, TWO_NUMBERS = run_with(spaces.Discrete(4)), run_with(spaces.Box(-1.0, 1.0, (2,)))
 
 
 def forward(params, obs):
@@ -43,123 +51,86 @@ def draw(run, params, obs):
     return np.asarray(jax.jit(jax.vmap(partial(rp.sample, run, params, obs)))(keys))
 
 
-def test_a_discrete_action_is_as_likely_as_its_log_probability_says():
+def test_discrete_actions_have_the_probabilities_of_a_softmax():
     params, obs = random_params(4), np.ones(3)
     p = softmax(forward(params, obs))
-    close([rp.log_prob(DISCRETE, params, obs, action) for action in range(4)], np.log(p))
-    counts = np.bincount(draw(DISCRETE, params, obs), minlength=4)
+    counts = np.bincount(draw(FOUR_ACTIONS, params, obs), minlength=4)
     assert np.all(np.abs(counts - DRAWS * p) < 5 * np.sqrt(DRAWS * p * (1 - p)))
-    assert rp.greedy_action(DISCRETE, params, obs) == p.argmax()
+    close([rp.log_prob(FOUR_ACTIONS, params, obs, action) for action in range(4)], np.log(p))
+    assert rp.greedy_action(FOUR_ACTIONS, params, obs) == p.argmax()
 
 
 def test_a_continuous_action_is_normal_around_its_mean():
     params, obs = random_params(2), np.ones(3)
     mean, std = forward(params, obs), np.exp(params["log_std"])
-    noise = (draw(CONTINUOUS, params, obs) - mean) / std
+    noise = (draw(TWO_NUMBERS, params, obs) - mean) / std
     assert all(kstest(column, norm.cdf).statistic < 2.5 / DRAWS**0.5 for column in noise.T)
     assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / DRAWS**0.5
-    close(rp.greedy_action(CONTINUOUS, params, obs), mean)
+    close(rp.greedy_action(TWO_NUMBERS, params, obs), mean)
 
 
 def test_the_log_probability_of_a_continuous_action_is_that_of_a_normal_density():
     params, obs = random_params(2), np.ones(3)
     mean, std = forward(params, obs), np.exp(params["log_std"])
     action = mean + np.array([1, -2])
-    log_prob = jax.jit(jax.value_and_grad(partial(rp.log_prob, CONTINUOUS)))
+    log_prob = jax.jit(jax.value_and_grad(partial(rp.log_prob, TWO_NUMBERS)))
     value, slope = log_prob(params, obs, action)
     close(value, norm.logpdf(action, mean, std).sum())
     close(slope["log_std"], ((action - mean) / std) ** 2 - 1)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
 def test_continuous_actions_are_clipped_and_scaled_to_their_space(shape):
-    for space in (
-        spaces.Box(np.full(shape, -1.0), np.full(shape, 3.0), shape),
-        spaces.Box(-1.0, 3.0, shape),
-    ):
-        env = SimpleNamespace(action_space=lambda params, space=space: space)
-        run = SimpleNamespace(discrete=False, env=env, env_params=None)
-        size = int(np.prod(shape))
-        for of_policy, expected in (-2, -1), (-1, -1), (0.5, 2), (7, 3):
-            action = rp.to_env(run, np.full(size, of_policy))
-            assert action.shape == shape and np.all(action == expected)
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Box(-1.0, np.inf, (2,)),
-        spaces.Box(0, 2, (), dtype=np.int32),
-        spaces.Tuple([spaces.Discrete(2)]),
-    ],
-    ids=["without a bound", "of integers in a box", "of another kind"],
-)
-def test_other_spaces_of_actions_are_refused(space, monkeypatch, capsys):
-    env = SimpleNamespace(name="x", action_space=lambda params: space)
-    monkeypatch.setattr("gymnax.make", lambda env_id: (env, None))
-    with pytest.raises(SystemExit):
-        rp.parse_args([])
-    assert "CartPole-v1: actions must be discrete, or" in capsys.readouterr().err
+    run = run_with(spaces.Box(np.full(shape, -1.0), np.full(shape, 3.0), shape))
+    for of_policy, expected in (-2, -1), (-1, -1), (0.5, 2), (7, 3):
+        action = rp.to_env(run, np.full(int(np.prod(shape)), of_policy))
+        assert action.shape == shape and np.all(action == expected)
 
 
 # Episodes of at most three steps: action 0 ends an episode, action 1 goes on. So there are four.
 ACTIONS = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
+REWARDS = np.array([[5.0, 0, 0], [1, -2, 0], [1, 3, 4], [1, 3, 7]])
 MASK = np.array([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]], bool)
-REWARDS = np.array([[5.0, 1.0], [-2.0, 3.0], [4.0, 7.0]])[[0, 1, 2], ACTIONS]  # by step and action
-PI = np.array([0.6, 0.4])
-PROBABILITY = np.prod(PI[ACTIONS], axis=1, where=MASK)  # of each episode
-TRIPLES = np.array([*itertools.product(range(4), repeat=3)])  # (64, 3) all batches of three
-GAMMA = SimpleNamespace(gamma=0.5, discrete=True)
 
 
-def exact_gradient():
-    """The expectation of sum_t G_t grad log pi(A_t), by the logits."""
-    gradient = np.zeros(2)
-    for i, t in np.argwhere(MASK):
-        to_go = 0.5 ** np.arange(3 - t) @ (MASK * REWARDS)[i, t:]
-        gradient += PROBABILITY[i] * to_go * (np.eye(2)[ACTIONS[i, t]] - PI)
-    return gradient
-
-
-def all_batches():
-    """Steps (64, 3, 3). What is observed in the padding is nan; rewards there are 0."""
-    obs = np.where(MASK, 0, np.nan)[..., None]
-    reward = np.where(MASK, REWARDS, 0)
-    return rp.Step(obs[TRIPLES], ACTIONS[TRIPLES], reward[TRIPLES], MASK[TRIPLES])
+def probabilities(logits):
+    """Of each episode (4,)."""
+    pi = jax.nn.softmax(logits)
+    return jnp.prod(pi[ACTIONS], axis=1, where=MASK)
 
 
 def test_the_gradient_is_unbiased_for_episodes_of_unequal_length():
-    """Its expectation over all batches of three is 2 / 3 of the exact one, by enumeration.
+    """Its expectation over all batches of two is 1 / 2 of the exact one, by enumeration.
 
     The factor (N - 1) / N comes from the baseline, which includes the episode's own return.
     """
-    params = {"w0": np.zeros((1, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2)), "b1": np.log(PI)}
-
-    def slope(episodes):
-        advantage = rp.advantages(GAMMA, episodes)
-        return jax.grad(partial(rp.policy_loss, GAMMA))(params, episodes, advantage)["b1"]
-
-    slopes = jax.jit(jax.vmap(slope))(all_batches())  # (64, 2)
-    close(-PROBABILITY[TRIPLES].prod(axis=1) @ slopes, exact_gradient() * 2 / 3)
-
-
-def test_the_baseline_is_the_mean_of_all_returns_to_go():
-    advantage = jax.vmap(partial(rp.advantages, GAMMA))(all_batches())  # (64, 3, 3)
-    close(advantage.sum(axis=1), 0)
+    logits = np.array([-0.3, 0.2])
+    params = {"w0": np.zeros((1, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2)), "b1": logits}
+    run, estimate = run_with(spaces.Discrete(2)), np.zeros(2)
+    for pair in itertools.product(range(4), repeat=2):
+        rows = np.array(pair)
+        episodes = rp.Step(np.zeros((2, 3, 1)), ACTIONS[rows], REWARDS[rows], MASK[rows])
+        loss = partial(rp.policy_loss, run, episodes=episodes)
+        slope = jax.grad(loss)(params, advantage=rp.advantages(run, episodes))
+        estimate -= np.prod(probabilities(logits)[rows]) * slope["b1"]
+    exact = jax.grad(lambda logits: probabilities(logits) @ REWARDS.sum(axis=1))(logits)
+    close(estimate, exact / 2)
 
 
 def test_equal_episodes_have_no_advantage_at_all():
     """Adam would turn a rounding error into a full step."""
-    equal = rp.Step(None, None, reward=np.full((7, 99), 0.1), mask=np.ones((7, 99), bool))
-    assert not jit(rp.advantages, GAMMA)(equal).any()
+    shape = (7, 99)  # episodes, steps
+    equal = rp.Step(np.zeros(shape), np.zeros(shape), np.full(shape, 0.1), np.ones(shape))
+    assert not jit(rp.advantages, one_run(rp))(equal).any()
 
 
 def test_the_reward_of_a_pendulum_is_that_of_its_torque():
     run = one_run(rp, "--env-id Pendulum-v1")
+    run.env_params = run.env_params.replace(max_torque=3.0)
     state = jit(rp.init_state, run)()
     episode, _ = jit(rp.play, run)(state.params, jax.random.key(0))
     cosine, sine, speed = episode.obs.T
-    torque = 2 * episode.action[:, 0].clip(-1, 1)
+    torque = 3 * episode.action[:, 0].clip(-1, 1)
     cost = np.arctan2(sine, cosine) ** 2 + 0.1 * speed**2 + 0.001 * torque**2
     close(episode.reward, -cost, rtol=1e-3)  # near the top, the angle loses digits
 
@@ -184,93 +155,121 @@ def test_a_network_starts_with_random_weights_of_known_size():
     assert not np.any(params["w0"] == other["w0"])  # the seed decides
 
 
-def test_more_steps_than_32_bits_can_count_are_refused(capsys):
-    flags = "--num-envs 8192 --num-iterations 1400 --num-intervals"  # of at most 500 steps
-    with pytest.raises(SystemExit):
-        rp.parse_args(f"{flags} 1".split())
-    assert "--num-intervals" in capsys.readouterr().err
-    assert rp.parse_args(f"{flags} 3".split()).interval_updates == 467  # 1.9e9 steps
-
-
-def play_in_gymnasium(obs, choose):
-    """Play from an observation on. Return the observations before each action."""
-    env, seen, terminated = gymnasium.make("CartPole-v1").unwrapped, [], False
-    env.reset()
-    env.state = np.float64(obs)
-    while not terminated and len(seen) < LIMIT:
-        seen.append(env.state)
-        terminated = env.step(int(choose(len(seen) - 1, env.state)))[2]
-    return seen
+LIMIT = 40  # steps: some poles fall before
+CHANGES = {"gravity": 20.0, "force_mag": 6.0, "x_threshold": 1.0}
 
 
 class Pole(gymnax.environments.CartPole):
-    """A pole whose start is nan if the script forgets to pass the run's own parameters."""
+    """A push to the right costs half the reward. The cart starts halfway to the right end."""
+
+    def step_env(self, key, state, action, params):
+        obs, state, reward, terminated, info = super().step_env(key, state, action, params)
+        return obs, state, reward - action / 2, terminated, info
 
     def reset_env(self, key, params):
-        obs, state = super().reset_env(key, params)
-        return jnp.where(params.max_steps_in_episode == LIMIT, obs, jnp.nan), state
+        _, state = super().reset_env(key, params)
+        state = state.replace(x=state.x + params.x_threshold / 2)
+        return self.get_obs(state), state
 
 
-@pytest.fixture(scope="module", params=["padding", "truncation"])
-def learning(request):
-    """A record of two intervals of four updates, from five episodes each, and of an evaluation."""
+def play_in_gymnasium(obs, choose):
+    """Play from an observation on. Return the observations before each action, and rewards."""
+    env, seen, rewards, terminated = gymnasium.make("CartPole-v1").unwrapped, [], [], False
+    vars(env).update(CHANGES)
+    env.reset()
+    env.state = np.float64(obs)
+    while not terminated and len(seen) < LIMIT:
+        action = int(choose(len(seen), env.state))
+        seen.append(env.state)
+        rewards.append(1 - action / 2)
+        terminated = env.step(action)[2]
+    return seen, rewards
+
+
+def replay(episode):
+    """The observations and rewards of an episode's actions in Gymnasium."""
+    return play_in_gymnasium(episode.obs[0], lambda t, _: episode.action[t])
+
+
+def one_by_one(episodes):
+    return [rp.Step(*arrays) for arrays in zip(*episodes, strict=True)]
+
+
+def train(sync):
+    """A record of two intervals of three updates, from five episodes each, and of an evaluation."""
     patch = pytest.MonkeyPatch()
-    # 7 updates are rounded up to two intervals of 4.
-    flags = "--num-iterations 7 --num-intervals 2 --num-envs 5 --eval-episodes 5 --hidden-size 8"
-    params = Pole().default_params.replace(max_steps_in_episode=LIMIT)
+    # 5 updates are rounded up to two intervals of 3.
+    flags = "--num-iterations 5 --num-intervals 2 --num-envs 5 --eval-episodes 7 --hidden-size 8"
+    params = Pole().default_params.replace(max_steps_in_episode=LIMIT, **CHANGES)
     own = {"learning_rate": 0.05, "gamma": 0.9, "env": Pole(), "env_params": params}
-    run = one_run(rp, f"{flags} --sync {request.param}", **own)
+    run = one_run(rp, f"{flags} --sync {sync}", **own)
     updates = watch(patch, rp, "policy_loss")
-    plays = watch(patch, rp, "play", ordered=False)
-    starts = watch(patch, Pole, "reset", ordered=False)
-    state, train = jit(rp.init_state, run)(), jit(rp.train_interval, run)
-    first, halves = jax.device_get(state.params), []
+    state, interval, halves = jit(rp.init_state, run)(), jit(rp.train_interval, run), []
+    first = jax.device_get(state.params)
     for _ in range(2):
-        state, metrics = train(state)
+        state, metrics = interval(state)
         jax.effects_barrier()
-        halves.append(SimpleNamespace(metrics=metrics, plays=plays[:], updates=updates[:]))
-        plays.clear()
+        halves.append(SimpleNamespace(metrics=metrics, updates=updates[:]))
         updates.clear()
-    returns = jit(rp.evaluate, run)(state)["greedy_return"]
+    plays = watch(patch, rp, "play", ordered=False)
+    greedy_returns = jit(rp.evaluate, run)(state)["greedy_return"]
     jax.effects_barrier()
     patch.undo()
     updates = halves[0].updates + halves[1].updates
+    last = jax.device_get(state.params)
     return SimpleNamespace(
-        sync=request.param,
         run=run,
         first=first,
-        last=jax.device_get(state.params),
+        last=last,
         halves=halves,
-        episodes=[play.out[0] for half in halves for play in half.plays],
         updates=updates,
-        after=[update.params for update in updates[1:]] + [jax.device_get(state.params)],
-        starts=[start.out[0] for start in starts],
-        greedy_returns=returns,
+        after=[update.params for update in updates[1:]] + [last],
+        greedy_starts=[play.out[0].obs[0] for play in plays],
+        greedy_returns=greedy_returns,
     )
 
 
-def length_of(episode):
-    return len(play_in_gymnasium(episode.obs[0], lambda t, _: episode.action[t]))
+@pytest.fixture(scope="module")
+def learning():
+    return train("padding")
 
 
-def test_episodes_are_those_that_gymnasium_plays(learning):
-    assert len(learning.episodes) == 40  # 8 updates from 5 episodes
-    for episode in learning.episodes:
-        seen = play_in_gymnasium(episode.obs[0], lambda t, _, played=episode: played.action[t])
-        n = len(seen)
-        close(episode.obs[:n], seen)
-        assert episode.mask.tolist() == [True] * n + [False] * (LIMIT - n)
-        assert episode.reward.tolist() == [1] * n + [0] * (LIMIT - n)
-    assert len({length_of(episode) for episode in learning.episodes}) > 5
+@pytest.fixture(scope="module")
+def truncated():
+    return train("truncation")
 
 
-def test_updates_learn_from_whole_episodes_or_up_to_the_end_of_the_shortest(learning):
-    lengths = {episode.obs[0].tobytes(): length_of(episode) for episode in learning.episodes}
+def test_updates_learn_from_episodes_that_gymnasium_plays(learning):
+    lengths = set()
     for update in learning.updates:
-        played = [lengths[obs.tobytes()] for obs in update.episodes.obs[:, 0]]
-        expected = played if learning.sync == "padding" else [min(played)] * 5
-        assert update.episodes.mask.sum(axis=1).tolist() == expected
-        assert update.episodes.reward.sum(axis=1).tolist() == expected
+        for episode in one_by_one(update.episodes):
+            seen, rewards = replay(episode)
+            n = len(seen)
+            close(episode.obs[:n], seen)
+            assert episode.mask.tolist() == [True] * n + [False] * (LIMIT - n)
+            assert episode.reward.tolist() == rewards + [0] * (LIMIT - n)
+            lengths.add(n)
+    assert len(lengths) > 5 and LIMIT in lengths
+
+
+def test_truncation_learns_up_to_the_end_of_the_shortest_episode(truncated):
+    for update in truncated.updates:
+        episodes = one_by_one(update.episodes)
+        rewards = [replay(episode)[1] for episode in episodes]
+        n = min(len(rewards_of_one) for rewards_of_one in rewards)
+        for episode, expected in zip(episodes, rewards, strict=True):
+            assert episode.mask.tolist() == [True] * n + [False] * (LIMIT - n)
+            assert episode.reward.tolist() == expected[:n] + [0] * (LIMIT - n)
+
+
+@pytest.mark.parametrize("sync", ["learning", "truncated"])
+def test_a_progress_line_describes_whole_episodes(sync, request):
+    for half in request.getfixturevalue(sync).halves:
+        episodes = [episode for update in half.updates for episode in one_by_one(update.episodes)]
+        rewards = [replay(episode)[1] for episode in episodes]
+        assert len(rewards) == 15  # three updates from five episodes
+        assert half.metrics["timesteps"] == sum(len(rewards_of_one) for rewards_of_one in rewards)
+        close(half.metrics["returns"], sum(map(sum, rewards)) / 15)
 
 
 def test_advantages_are_discounted_returns_to_go_less_their_mean(learning):
@@ -292,7 +291,7 @@ def test_the_loss_is_the_mean_over_episodes_of_minus_advantage_times_log_probabi
 
 def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
     slope = jit(jax.grad(rp.policy_loss, 1), learning.run)  # checked by enumeration, above
-    adam = optax.adam(lambda count: 0.05 * (1 - count / 8))
+    adam = optax.adam(lambda count: 0.05 * (1 - count / 6))
     moments, update_of = adam.init(learning.first), jax.jit(adam.update)
     for update, after in zip(learning.updates, learning.after, strict=True):
         gradient = slope(update.params, update.episodes, update.advantage)
@@ -300,42 +299,40 @@ def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
         jax.tree.map(close, after, jax.tree.map(np.add, update.params, step))
 
 
-def test_a_progress_line_counts_real_steps_and_shows_their_mean_return(learning):
-    for half in learning.halves:
-        lengths = [length_of(play.out[0]) for play in half.plays]
-        assert half.metrics["timesteps"] == sum(lengths)
-        close(half.metrics["returns"], np.mean(lengths))  # a reward of 1 for each step
-
-
 def test_greedy_returns_are_those_of_gymnasium(learning):
     def best(t, obs):
         return forward(learning.last, obs).argmax()
 
-    expected = [len(play_in_gymnasium(obs, best)) for obs in learning.starts[-5:]]
+    expected = [sum(play_in_gymnasium(obs, best)[1]) for obs in learning.greedy_starts]
+    assert len(expected) == 7
     assert sorted(learning.greedy_returns.tolist()) == sorted(expected)
 
 
 def test_no_two_episodes_start_alike(learning):
-    assert len({obs.tobytes() for obs in learning.starts}) == len(learning.starts) == 45
+    starts = [obs for update in learning.updates for obs in update.episodes.obs[:, 0]]
+    starts += learning.greedy_starts
+    assert len(np.unique(starts, axis=0)) == 37  # 6 updates from 5 episodes, 7 greedy ones
 
 
-def test_an_animation_shows_greedy_steps_of_the_first_run(monkeypatch, tmp_path):
-    drawn = []
+def test_the_report_describes_the_runs_of_a_setting():
+    greedy_return = np.array([[9.0, 9.0], [1.0, 2.0], [4.0, 6.0]])  # three runs, two episodes
+    text = rp.report({"greedy_return": greedy_return}, slice(1, 3))
+    assert sorted(re.findall(r"\d+\.\d", text)) == ["1.5", "3.2"]  # the worst run, the mean
+
+
+def test_an_animation_shows_the_first_greedy_episode_of_run_0(monkeypatch):
+    shown = []
 
     class Visualizer:  # in the place of gymnax's
         def __init__(self, env, params, states, rewards):
-            drawn.append((states, rewards))
+            shown.extend(states)
 
         def animate(self, path):
-            assert path == str(tmp_path / "x.gif")
+            pass
 
     monkeypatch.setattr("gymnax.visualize.Visualizer", Visualizer)
-    flags = "--num-seeds 2 --num-iterations 1 --num-envs 2 --eval-episodes 2"
-    results = rp.main([*flags.split(), "--gif", str(tmp_path / "x.gif")])
-    ((states, rewards),) = drawn
-    params = {name: results[name][0] for name in ("w0", "b0", "w1", "b1")}
-    obs = np.array([[s.x, s.x_dot, s.theta, s.theta_dot] for s in states])
-    close(obs, play_in_gymnasium(obs[0], lambda _, seen: forward(params, seen).argmax()))
-    steps = int(results["greedy_return"][0, 0])  # a reward of 1 for each
-    assert len(states) == steps < LIMIT
-    assert rewards[:steps].tolist() == [*range(1, steps + 1)]  # added up
+    flags = "--num-seeds 2 --num-iterations 1 --num-envs 2 --eval-episodes 3 --gif x.gif"
+    learned = rp.main(flags.split())["learned"]
+    steps, _ = learned["episode"]  # (R, T)
+    assert len(shown) == min(200, learned["greedy_return"][0, 0])  # a reward of 1 for each step
+    close([[s.x, s.x_dot, s.theta, s.theta_dot] for s in shown], steps.obs[0, : len(shown)])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 SCRIPTS = Path(__file__).parent.parent  # the folder of the scripts
-TD = "--total-timesteps 70 --num-centers 9 --eval-episodes 2 --save run.npz --plot curve.png"
+TD = "--total-timesteps 2000 --num-centers 9 --eval-episodes 2 --save run.npz --plot curve.png"
 COMMANDS = {
     "parallel_td.py": TD,
     "replay_td.py": TD,
@@ -32,10 +32,7 @@ SWEEP = "--num-seeds 3 --gamma 0.5 0.75 --num-intervals 3"  # six runs; the car 
 
 @cache
 def run(script):
-    """Run a command. Return what it printed, its errors, its exit status, and its folder.
-
-    conftest.py replaces this function, so that commands run beside the other tests.
-    """
+    """Run a command. Return what it printed, its errors, its exit status, and its folder."""
     # Without the settings that other tests make for themselves.
     env = {name: text for name, text in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     env["JAX_CHECK_TRACER_LEAKS"] = "1"
@@ -68,7 +65,7 @@ def test_writes_the_files_that_were_asked_for_and_no_others(script):
 def test_saves_a_number_for_each_of_three_lines(script):
     *_, folder = run(script)
     with np.load(folder / "run.npz") as saved:
-        assert len(saved["returns"]) == len(saved["timesteps"]) == 3
+        assert len(saved["curves.returns"]) == len(saved["curves.timesteps"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -77,6 +74,6 @@ def test_saves_a_number_for_each_of_three_lines(script):
 def test_saves_a_column_for_each_of_six_runs(script):
     *_, folder = run(script)
     with np.load(folder / "run.npz") as saved:
-        assert saved["returns"].shape == (3, 6)
-        assert saved["seed"].tolist() == [0, 1, 2, 0, 1, 2]
-        np.testing.assert_allclose(saved["gamma"], [0.5, 0.5, 0.5, 0.75, 0.75, 0.75])
+        assert saved["curves.returns"].shape == (3, 6)
+        assert saved["runs.seed"].tolist() == [0, 1, 2, 0, 1, 2]
+        np.testing.assert_allclose(saved["runs.gamma"], [0.5, 0.5, 0.5, 0.75, 0.75, 0.75])

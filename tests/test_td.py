@@ -1,8 +1,8 @@
 """The three linear learners: what they do with the transitions that they saw, recomputed in NumPy.
 
-The fixture `learning` trains a script for two intervals on CartPole-v1 with a time limit of 12
-steps, and records every vector step and every update: what `vector_step` and `td_loss` got and
-returned. Each test then checks one fact of that record.
+The fixture `learning` trains a script for two intervals on a pole with a time limit of 12 steps,
+and records every vector step and every update: what `vector_step` and `td_loss` got and returned.
+Each test then checks one fact of that record.
 """
 
 import collections
@@ -16,9 +16,11 @@ import numpy as np
 import optax
 import pytest
 from conftest import DECAY, PARALLEL, TRIO, jit, load, one_run, watch
+from gymnax.wrappers import LogWrapper
 
 close, equal = np.testing.assert_allclose, np.testing.assert_array_equal
 LIMIT = 12  # steps: some episodes reach it, others end before
+GRAVITY = 30.0  # not the default
 SCALE = [2.4, 3.0, 0.2, 3.0]  # of CartPole-v1
 
 
@@ -26,12 +28,12 @@ class Pole(gymnax.environments.CartPole):
     """A pole with rewards of 3.25 or 4.75, by action; what is observed after its fall is nan.
 
     A reward tells its action, and nan shows wherever a terminal state is not cut off. What is
-    observed at the start is nan, too, if the script forgets to pass the run's own parameters.
+    observed at the start is nan, too, if the script does not pass the run's own parameters.
     """
 
     def reset_env(self, key, params):
         obs, state = super().reset_env(key, params)
-        return jnp.where(params.max_steps_in_episode == LIMIT, obs, jnp.nan), state
+        return jnp.where(params.gravity == GRAVITY, obs, jnp.nan), state
 
     def step_env(self, key, state, action, params):
         obs, state, _, terminated, info = super().step_env(key, state, action, params)
@@ -40,8 +42,18 @@ class Pole(gymnax.environments.CartPole):
 
 def run_of(script, flags, **own):
     """Flags of a run with four environments in which poles fall."""
-    env, params = Pole(), Pole().default_params.replace(max_steps_in_episode=LIMIT)
-    return one_run(script, f"--num-envs 4 {flags}", **{"env": env, "env_params": params, **own})
+    params = Pole().default_params.replace(max_steps_in_episode=LIMIT, gravity=GRAVITY)
+    return one_run(
+        script, f"--num-envs 4 {flags}", env=LogWrapper(Pole()), env_params=params, **own
+    )
+
+
+def gymnasium_pole():
+    """The same pole by Gymnasium, but for rewards and nan."""
+    env = gymnasium.make("CartPole-v1").unwrapped
+    env.gravity = GRAVITY
+    env.reset()
+    return env
 
 
 def with_weights(state, weights):
@@ -114,8 +126,7 @@ def test_transitions_begin_where_the_environments_are_and_have_the_reward_of_the
 
 def test_transitions_end_where_those_of_gymnasium_end(learning):
     """Also at the time limit, where the next episode has begun already."""
-    env = gymnasium.make("CartPole-v1").unwrapped
-    env.reset()
+    env = gymnasium_pole()
     for transitions in learning.transitions:
         for obs, action, _, next_obs, terminated in zip(*transitions, strict=True):
             env.state, env.steps_beyond_terminated = np.float64(obs), None
@@ -305,54 +316,51 @@ def test_batches_hold_transitions_as_they_were_stored(name, monkeypatch):
 
 @pytest.mark.parametrize("name", TRIO)
 def test_actions_are_random_with_probability_epsilon(name, monkeypatch):
+    """One of three actions is best everywhere. The others are taken in a third of random steps."""
     script = load(name)
-    buffer = "" if name == PARALLEL else "--buffer-size 4000"
-    flags = f"--num-envs 4000 --batch-size 4000 --num-centers 3 {buffer}"
+    flags = "--env-id MountainCar-v0 --num-envs 6000 --batch-size 1000 --num-centers 3"
     own = {"epsilon": 0.6, "start_e": 0.8, "end_e": 0.15, "epsilon_decay": 0.5}
-    run = run_of(script, flags, learning_rate=0.0, **own)
+    run = one_run(script, flags, learning_rate=0.0, **own)
     steps = watch(monkeypatch, script, "vector_step")
     state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
-    state = with_weights(state, [[0.0] * 3, [1.0] * 3])  # action 1 is better everywhere
+    state = with_weights(state, [[0.0] * 3, [1.0] * 3, [0.0] * 3])  # action 1 is best
     decays = [0.8, 0.4, 0.2, 0.15]  # halved in each vector step, but at least 0.15
     for epsilon in decays if name == DECAY else [0.6] * 4:
         state, metrics = train_step(state, None)
         jax.effects_barrier()
         _, (transitions, _) = steps[-1].out
-        worse = np.sum(transitions.action == 0)  # half of the random actions
-        assert abs(worse - 2000 * epsilon) < 5 * np.sqrt(2000 * epsilon)
+        for worse in (0, 2):
+            taken, expected = np.sum(transitions.action == worse), 2000 * epsilon
+            assert abs(taken - expected) < 5 * np.sqrt(expected)
         close(metrics.get("epsilon", epsilon), epsilon, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", TRIO)
-def test_greedy_returns_are_those_of_gymnasium(name, monkeypatch):
+def test_the_parameters_returned_play_in_gymnasium_as_they_were_evaluated(name, monkeypatch):
+    """Not other ones, as the averaged weights of the targets."""
     script = load(name)
     run = run_of(script, "--num-centers 9 --eval-episodes 3")
     first, evaluate = jit(script.init_state, run)(), jit(script.evaluate, run)
     starts = watch(monkeypatch, Pole, "reset", ordered=False)
-    env, lengths = gymnasium.make("CartPole-v1").unwrapped, set()
+    env, lengths = gymnasium_pole(), set()
     for weights in np.random.default_rng(1).normal(size=(20, 2, 9)):
         starts.clear()
-        returns = evaluate(with_weights(first, weights))["greedy_return"]
+        learned = jax.device_get(evaluate(with_weights(first, weights)))
         jax.effects_barrier()
-        expected = []
-        for start in starts:
-            obs, _ = start.out
-            total, length = play_greedily(
-                env, obs, lambda s, w=weights: w @ features(run, first.params, s)
-            )
-            expected.append(total)
-            lengths.add(length)
-        equal(np.sort(returns), np.sort(expected))
+        episodes = [play_greedily(env, start.out[0], run, learned["params"]) for start in starts]
+        returns, of_each = zip(*episodes, strict=True)
+        equal(np.sort(learned["greedy_return"]), np.sort(returns))
+        lengths.update(of_each)
+    equal(learned["obs_scale"], np.float32(SCALE))
     assert LIMIT in lengths and min(lengths) < LIMIT  # both kinds of end were there
 
 
-def play_greedily(env, obs, q_values):
+def play_greedily(env, obs, run, params):
     """Play in Gymnasium from an observation on. Return the return and the length."""
-    env.reset()
-    env.state = np.float64(obs)
+    env.state, env.steps_beyond_terminated = np.float64(obs), None
     total, length, terminated = 0.0, 0, False
     while not terminated and length < LIMIT:
-        action = np.argmax(q_values(env.state))
+        action = np.argmax(params["weights"] @ features(run, params, env.state))
         terminated = env.step(action)[2]
         total, length = total + 3.25 + 1.5 * action, length + 1
     return total, length
