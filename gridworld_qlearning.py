@@ -17,14 +17,13 @@ steps of the shortest path to the goal that begins with a.
     python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # 1,000
 
 To change the task, change `start`, `is_goal`, MOVES, SIGNS and `env_step`. If moves are random, as
-on slippery ground, also draw their numbers in `train_block`, pass them on in `train_step`, and let
-`evaluate` play many episodes, since one greedy path then says little.
+on slippery ground, draw their numbers in `train_block`, and let `evaluate` play many episodes: one
+greedy path then says little.
 
 Shapes: R runs (agents), K intervals, U = interval_blocks blocks of T = BLOCK steps,
 H, W = grid_size rows and columns, S = H * W cells, A actions.
 
-The flags come first, then the algorithm for one run, then `main`. What follows is not about
-learning.
+Read the flags, the algorithm for one run, and `main`. The helpers below are not about learning.
 """
 
 import argparse
@@ -54,7 +53,7 @@ BLOCK = 1000  # steps whose random numbers are drawn at once
 def parse_args(argv=None):
     """Read the flags. Those of `sweep` take several values, and all combinations run.
 
-    Sweep numbers that are used in arithmetic, not those that set shapes or counts.
+    Every flag whose value is a list is swept. Sweep numbers for arithmetic, not shapes or counts.
     """
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flag = parser.add_argument
@@ -72,7 +71,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     check_file(parser, args.save, ".npz")
     check_file(parser, args.plot, ".png", ".pdf", ".svg")
-    args.grid_size = tuple(args.grid_size)  # not a list, as the values of a swept flag are
+    args.grid_size = tuple(args.grid_size)  # a list would be swept
     # The total is rounded up to whole blocks, and these to equal intervals.
     num_blocks = math.ceil(args.total_timesteps / BLOCK)
     args.interval_blocks = math.ceil(num_blocks / args.num_intervals)
@@ -107,10 +106,10 @@ def is_goal(run, cell):
 
 
 def env_step(run, cell, action):
-    """Return the next cell (the same at a wall), reward, and whether the goal is reached."""
+    """Return the next cell (the same at a wall), the reward, and whether the episode ends."""
     next_cell = jnp.clip(cell + jnp.array(MOVES)[action], 0, jnp.array(run.grid_size) - 1)
-    terminated = is_goal(run, next_cell)
-    return next_cell, jnp.where(terminated, 1.0, 0.0), terminated
+    at_goal = is_goal(run, next_cell)
+    return next_cell, jnp.where(at_goal, 1.0, 0.0), at_goal
 
 
 def init_state(run):
@@ -180,7 +179,7 @@ def evaluate(run, state):
 
     def step(cell, _):
         next_cell, _, terminated = env_step(run, cell, greedy[*cell])
-        # The goal is asked for, too, in case you add other cells in which episodes end.
+        # The goal is asked for, too: you may add other cells in which episodes end.
         return next_cell, (terminated, is_goal(run, next_cell))
 
     _, (ends, at_goal) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
@@ -228,28 +227,30 @@ def draw(args, settings, results):
 def main(argv=None):
     """Train, evaluate, save and report. Return what --save writes, as nested dictionaries."""
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
-    grid, settings = make_grid(args)  # {flag: (R,)} of all runs; {label: rows} of each setting
-    num_runs = len(grid["seed"])
-    devices, batch_size, grid = divide(grid)  # adds copies of runs, which `gather` cuts off
+    runs, settings = make_runs(args)  # {flag: (R,)} of all runs; {label: rows} of each setting
+    num_runs = len(runs["seed"])
+    devices, at_once, padded = divide(runs)  # padded with copies of runs, which `gather` cuts off
 
     # All is compiled before training, so a mistake in `evaluate` shows now.
     began = time.perf_counter()
-    over_runs = partial(compile_over_runs, args=args, devices=devices, batch_size=batch_size)
-    init = over_runs(init_state, grid)
-    state = init(grid)
-    train = over_runs(train_interval, grid, state)
-    finish = over_runs(evaluate, grid, state)
+    over_runs = partial(compile_over_runs, args=args, devices=devices, at_once=at_once)
+    init = over_runs(init_state, padded)
+    state = init(padded)
+    train = over_runs(train_interval, padded, state)
+    finish = over_runs(evaluate, padded, state)
     seconds = time.perf_counter() - began
     where = f"{len(devices)} x {devices[0].device_kind}"
     print(f"runs: {num_runs}  devices: {where}  compiled in {seconds:.1f} s", flush=True)
 
-    history, timesteps, began = [], 0, time.perf_counter()
+    history, timesteps = [], np.zeros(num_runs, int)
+    began = time.perf_counter()
     try:
         for _ in range(args.num_intervals):
-            next_state, metrics = train(grid, state)
+            next_state, metrics = train(padded, state)
             metrics = gather(metrics, num_runs)  # waits for `train`
-            state, seconds = next_state, time.perf_counter() - began
-            timesteps = timesteps + metrics.pop("timesteps").astype(np.int64)  # (R,) so far
+            seconds = time.perf_counter() - began
+            state = next_state
+            timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
             # Log elsewhere here, for example by wandb.log.
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
@@ -259,12 +260,12 @@ def main(argv=None):
             raise
         print("interrupted: evaluating what was learned up to the last line")
 
-    learned = gather(finish(grid, state), num_runs)  # (R, ...) each
+    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
     results = {
         "args": json.dumps(vars(args), default=str),
         "interrupted": len(history) < args.num_intervals,
-        "runs": gather(grid, num_runs),
+        "runs": runs,
         "curves": curves,
         "learned": learned,
     }
@@ -277,11 +278,10 @@ def main(argv=None):
     return results
 
 
-MAX_BATCH = 1  # on a core of a CPU: updating several tables at once is slow there
-COMPILER_OPTIONS = {}
-
-
 # From here on, nothing is about learning: the helpers of `parse_args` and `main`.
+
+MAX_AT_ONCE = 1  # on a core of a CPU: updating several tables at once is slow there
+COMPILER_OPTIONS = {}
 
 
 def count(text):
@@ -307,7 +307,7 @@ def check_file(parser, path, *endings):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
 
-def make_grid(args):
+def make_runs(args):
     """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
 
     Return what differs between runs, {flag: (R,)}, and {label: rows} of each setting.
@@ -316,43 +316,44 @@ def make_grid(args):
     varied = [name for name in values if len(values[name]) > 1]
     values["seed"] = range(args.seed, args.seed + args.num_seeds)
     arrays = np.meshgrid(*values.values(), indexing="ij")  # the seed varies fastest
-    grid = {name: array.ravel() for name, array in zip(values, arrays, strict=True)}
+    runs = {name: array.ravel() for name, array in zip(values, arrays, strict=True)}
     settings = {}
-    for i in range(0, len(grid["seed"]), args.num_seeds):
-        label = ", ".join(f"{name} {grid[name][i]:.9g}" for name in varied)
+    for i in range(0, len(runs["seed"]), args.num_seeds):
+        label = ", ".join(f"{name} {runs[name][i]:.9g}" for name in varied)
         settings[label] = slice(i, i + args.num_seeds)
-    return grid, settings
+    return runs, settings
 
 
-def divide(grid):
+def divide(runs):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    For example, 300 runs on 16 cores are at most 19 on each. If MAX_BATCH is 8, each core takes 3
+    For example, 300 runs on 16 cores are at most 19 on each. If MAX_AT_ONCE is 8, each core takes 3
     batches of 7. That makes 336 runs, of which the last 36 are copies. Return the devices, the size
-    of a batch, and the grid with the copies.
+    of a batch, and the runs with the copies.
     """
-    devices, num_batches, num_runs = jax.devices(), 1, len(grid["seed"])
+    devices, num_runs = jax.devices(), len(runs["seed"])
     per_device = math.ceil(num_runs / len(devices))
     devices = devices[: math.ceil(num_runs / per_device)]
-    if devices[0].platform == "cpu":
-        num_batches = math.ceil(per_device / MAX_BATCH)
-    batch_size = math.ceil(per_device / num_batches)
-    length = len(devices) * num_batches * batch_size
-    return devices, batch_size, {name: np.resize(array, length) for name, array in grid.items()}
+    most = MAX_AT_ONCE if devices[0].platform == "cpu" else per_device
+    num_batches = math.ceil(per_device / most)
+    at_once = math.ceil(per_device / num_batches)
+    length = len(devices) * num_batches * at_once
+    return devices, at_once, {name: np.resize(array, length) for name, array in runs.items()}
 
 
-def compile_over_runs(function, *inputs, args, devices, batch_size):
+def compile_over_runs(function, *inputs, args, devices, at_once):
     """Compile function(run, *arrays) of one run into a function of all runs, over all devices.
 
-    Its inputs are the padded grid and the arrays, each with an axis of runs in front.
+    Its inputs are the padded runs and the arrays, each with an axis of runs in front.
     """
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
-        return function(SimpleNamespace(**{**vars(args), **own}), *arrays)
+        run = SimpleNamespace(**(vars(args) | own))
+        return function(run, *arrays)
 
     def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped
-        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+        return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh = jax.sharding.Mesh(devices, "runs")
     axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
@@ -368,7 +369,7 @@ def gather(tree, num_runs):
 
 
 def describe(metrics):
-    """Write metrics (R,) as words: the mean of the runs in which each is known (not nan)."""
+    """Write metrics (R,) as words: their means over all runs in which they are known (not nan)."""
     words = []
     for name, values in metrics.items():
         if values.ndim == 1:

@@ -15,7 +15,7 @@ function approximation, it may diverge (section 11.3). Where only the time limit
 the value of s' still counts (Pardo et al. 2018). The learning rate falls linearly to 0, so that the
 weights settle. The final weights are evaluated.
 
-    python parallel_td.py                                                   # one run: seconds
+    python parallel_td.py                                                   # one run
     python parallel_td.py --sigma 0.4 0.5 --num-seeds 20 --plot curve.png   # forty runs
     python parallel_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5
 
@@ -23,8 +23,7 @@ Shapes: R runs, K intervals, U = interval_updates updates, T = batch_steps steps
 environments, B = T * N transitions, E = eval_episodes episodes, D observation dimensions,
 F = num_centers features, A actions.
 
-The flags come first, then the algorithm for one run, then `main`. What follows is not about
-learning.
+Read the flags, the algorithm for one run, and `main`. The helpers below are not about learning.
 """
 
 import argparse
@@ -59,7 +58,7 @@ OBS_SCALE = {
 def parse_args(argv=None):
     """Read the flags. Those of `sweep` take several values, and all combinations run.
 
-    Sweep numbers that are used in arithmetic, not those that set shapes or counts.
+    Every flag whose value is a list is swept. Sweep numbers for arithmetic, not shapes or counts.
     """
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flag = parser.add_argument
@@ -94,7 +93,7 @@ def parse_args(argv=None):
 def make_env(args):
     """Make the environment of all runs, and its parameters. Wrap or change it here.
 
-    LogWrapper reports the returns of episodes, in the rewards of the environment that it wraps.
+    LogWrapper reports returns in the rewards of `env`, also if a wrapper around it shapes rewards.
     """
     env, env_params = gymnax.make(args.env_id)
     return LogWrapper(env), env_params
@@ -104,8 +103,8 @@ def make_env(args):
 # as all arrays are: use them in arithmetic, not as shapes, in `range` or in `if`. All other flags
 # are Python values. partial(f, run) fixes `run`, and vmap maps over the arguments that are left.
 #
-# A metric is an entry of the dictionary that `td_loss` returns. It is averaged over the updates of
-# an interval, printed if it is one number, and saved.
+# A metric is an entry of the dictionary that `td_loss` or `train_step` returns. It is averaged over
+# the updates of an interval, printed if it is one number, and saved.
 
 
 class Transition(NamedTuple):
@@ -129,9 +128,10 @@ class TrainState(NamedTuple):
 
 
 def optimizer(run):
-    """Make Adam for the weights, with a rate that falls linearly to 0 over num_updates steps.
+    """Make Adam, with a learning rate that falls linearly to 0 over num_updates steps.
 
-    The centers are frozen. Chain clipping or weight decay to `adam`, which does not see them.
+    freeze_mask keeps the centers as they are. Chain clipping or weight decay to `adam`, which sees
+    the weights alone. If you make m steps of Adam in an update, write m * run.num_updates.
     """
     adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
     return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
@@ -171,7 +171,7 @@ def vector_step(run, state, _):
     """Step N environments. Return their transitions, and what LogWrapper says of episodes."""
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
-    # To draw all random numbers at once is faster than to have a key for each environment.
+    # One draw for all environments is faster than one for each.
     uniform = jax.random.uniform(key_uniform, (run.num_envs, 2))
     q = jax.vmap(partial(q_values, run, state.params))(state.obs)  # (N, A)
     action = jax.vmap(partial(select_action, run.epsilon))(q, uniform)  # (N,)
@@ -196,14 +196,14 @@ def td_target(run, params, transition):
     return transition.reward + run.gamma * next_value
 
 
-def q_value(run, params, transition):
-    """Value of the action that was taken."""
+def action_value(run, params, transition):
+    """Value of the action that a transition took."""
     return q_values(run, params, transition.obs)[transition.action]
 
 
 def td_loss(run, params, batch, targets):
     """Half the mean squared TD error of a batch (B,). Also return what a progress line shows."""
-    values = jax.vmap(partial(q_value, run, params))(batch)  # (B,)
+    values = jax.vmap(partial(action_value, run, params))(batch)  # (B,)
     errors = targets - values
     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
     return jnp.mean(errors**2) / 2, metrics
@@ -213,7 +213,7 @@ def train_step(run, state, _):
     """Collect B transitions with the current weights, then learn from exactly those."""
     step = partial(vector_step, run)
     state, (transitions, infos) = jax.lax.scan(step, state, length=run.batch_steps)
-    # Returns of n steps would be made here. They need `truncated`, and T of at least n.
+    # Returns of n steps would be made here. They need `truncated`, and batch_steps >= n.
     batch = jax.tree.map(jnp.concatenate, transitions)  # step after step: (T, N) -> (B,)
     # The targets are computed outside of the loss, so no gradient flows through them.
     targets = jax.vmap(partial(td_target, run, state.params))(batch)  # (B,)
@@ -221,7 +221,7 @@ def train_step(run, state, _):
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     state = state._replace(params=params, opt_state=opt_state)
-    ended = infos["returned_episode"]  # (T, N)
+    ended = infos["returned_episode"]  # (T, N); elsewhere, the returns are of earlier episodes
     return_sum = jnp.sum(infos["returned_episode_returns"], where=ended)
     return state, dict(**metrics, episodes=jnp.sum(ended), return_sum=return_sum)
 
@@ -247,13 +247,13 @@ def greedy_return(run, params, key):
     key_reset, key_steps = jax.random.split(key)
     keys = jax.random.split(key_steps, run.env_params.max_steps_in_episode)
     start = run.env.reset(key_reset, run.env_params)
-    _, (ended, returns) = jax.lax.scan(step, start, keys)  # (T,)
+    _, (ended, returns) = jax.lax.scan(step, start, keys)  # of each step
     return returns[jnp.argmax(ended)]  # of the first episode
 
 
 def evaluate(run, state):
     """Results of a run: the returns (E,) of greedy episodes, and what was learned."""
-    # Training never splits off this key, so you can also evaluate during training.
+    # Training never uses this key, so you can also evaluate during training.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.params))(keys)
     scale = jnp.array(OBS_SCALE[run.env_id])
@@ -272,8 +272,9 @@ def draw(args, settings, results):
 
     figure = Figure(figsize=(6.4, 4.4 + 0.2 * len(settings)), layout="constrained")
     axes = figure.subplots()
+    curves = results["curves"]
     for i, (label, rows) in enumerate(settings.items()):
-        x, y = (results["curves"][name][:, rows] for name in ("timesteps", "returns"))
+        x, y = curves["timesteps"][:, rows], curves["returns"][:, rows]
         axes.plot(x, y, f"C{i % 10}", linewidth=0.5, alpha=0.3)
         median = np.median(x, axis=1), np.nanmedian(y, axis=1)
         axes.plot(*median, f"C{i % 10}", linewidth=2, label=f"median  {label}".strip())
@@ -285,28 +286,30 @@ def draw(args, settings, results):
 def main(argv=None):
     """Train, evaluate, save and report. Return what --save writes, as nested dictionaries."""
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
-    grid, settings = make_grid(args)  # {flag: (R,)} of all runs; {label: rows} of each setting
-    num_runs = len(grid["seed"])
-    devices, batch_size, grid = divide(grid)  # adds copies of runs, which `gather` cuts off
+    runs, settings = make_runs(args)  # {flag: (R,)} of all runs; {label: rows} of each setting
+    num_runs = len(runs["seed"])
+    devices, at_once, padded = divide(runs)  # padded with copies of runs, which `gather` cuts off
 
     # All is compiled before training, so a mistake in `evaluate` shows now.
     began = time.perf_counter()
-    over_runs = partial(compile_over_runs, args=args, devices=devices, batch_size=batch_size)
-    init = over_runs(init_state, grid)
-    state = init(grid)
-    train = over_runs(train_interval, grid, state)
-    finish = over_runs(evaluate, grid, state)
+    over_runs = partial(compile_over_runs, args=args, devices=devices, at_once=at_once)
+    init = over_runs(init_state, padded)
+    state = init(padded)
+    train = over_runs(train_interval, padded, state)
+    finish = over_runs(evaluate, padded, state)
     seconds = time.perf_counter() - began
     where = f"{len(devices)} x {devices[0].device_kind}"
     print(f"runs: {num_runs}  devices: {where}  compiled in {seconds:.1f} s", flush=True)
 
-    history, timesteps, began = [], 0, time.perf_counter()
+    history, timesteps = [], np.zeros(num_runs, int)
+    began = time.perf_counter()
     try:
         for _ in range(args.num_intervals):
-            next_state, metrics = train(grid, state)
+            next_state, metrics = train(padded, state)
             metrics = gather(metrics, num_runs)  # waits for `train`
-            state, seconds = next_state, time.perf_counter() - began
-            timesteps = timesteps + metrics.pop("timesteps").astype(np.int64)  # (R,) so far
+            seconds = time.perf_counter() - began
+            state = next_state
+            timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
             # Log elsewhere here, for example by wandb.log.
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
@@ -316,12 +319,12 @@ def main(argv=None):
             raise
         print("interrupted: evaluating what was learned up to the last line")
 
-    learned = gather(finish(grid, state), num_runs)  # (R, ...) each
+    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
     results = {
         "args": json.dumps(vars(args), default=str),
         "interrupted": len(history) < args.num_intervals,
-        "runs": gather(grid, num_runs),
+        "runs": runs,
         "curves": curves,
         "learned": learned,
     }
@@ -334,7 +337,9 @@ def main(argv=None):
     return results
 
 
-MAX_BATCH = 8  # runs vmapped together on a core of a CPU; more would overflow its cache
+# From here on, nothing is about learning: the helpers of `parse_args` and `main`.
+
+MAX_AT_ONCE = 8  # runs vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {
     "cpu": {
         "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
@@ -344,9 +349,6 @@ COMPILER_OPTIONS = {
     },
     "gpu": {"xla_gpu_autotune_level": 0},  # always the same kernels, so always the same bits
 }
-
-
-# From here on, nothing is about learning: the helpers of `parse_args` and `main`.
 
 
 def count(text):
@@ -372,7 +374,7 @@ def check_file(parser, path, *endings):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
 
-def make_grid(args):
+def make_runs(args):
     """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
 
     Return what differs between runs, {flag: (R,)}, and {label: rows} of each setting.
@@ -381,45 +383,46 @@ def make_grid(args):
     varied = [name for name in values if len(values[name]) > 1]
     values["seed"] = range(args.seed, args.seed + args.num_seeds)
     arrays = np.meshgrid(*values.values(), indexing="ij")  # the seed varies fastest
-    grid = {name: array.ravel() for name, array in zip(values, arrays, strict=True)}
+    runs = {name: array.ravel() for name, array in zip(values, arrays, strict=True)}
     settings = {}
-    for i in range(0, len(grid["seed"]), args.num_seeds):
-        label = ", ".join(f"{name} {grid[name][i]:.9g}" for name in varied)
+    for i in range(0, len(runs["seed"]), args.num_seeds):
+        label = ", ".join(f"{name} {runs[name][i]:.9g}" for name in varied)
         settings[label] = slice(i, i + args.num_seeds)
-    return grid, settings
+    return runs, settings
 
 
-def divide(grid):
+def divide(runs):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    For example, 300 runs on 16 cores are at most 19 on each. If MAX_BATCH is 8, each core takes 3
+    For example, 300 runs on 16 cores are at most 19 on each. If MAX_AT_ONCE is 8, each core takes 3
     batches of 7. That makes 336 runs, of which the last 36 are copies. Return the devices, the size
-    of a batch, and the grid with the copies.
+    of a batch, and the runs with the copies.
     """
-    devices, num_batches, num_runs = jax.devices(), 1, len(grid["seed"])
+    devices, num_runs = jax.devices(), len(runs["seed"])
     per_device = math.ceil(num_runs / len(devices))
     devices = devices[: math.ceil(num_runs / per_device)]
-    if devices[0].platform == "cpu":
-        num_batches = math.ceil(per_device / MAX_BATCH)
-    batch_size = math.ceil(per_device / num_batches)
-    length = len(devices) * num_batches * batch_size
-    return devices, batch_size, {name: np.resize(array, length) for name, array in grid.items()}
+    most = MAX_AT_ONCE if devices[0].platform == "cpu" else per_device
+    num_batches = math.ceil(per_device / most)
+    at_once = math.ceil(per_device / num_batches)
+    length = len(devices) * num_batches * at_once
+    return devices, at_once, {name: np.resize(array, length) for name, array in runs.items()}
 
 
-def compile_over_runs(function, *inputs, args, devices, batch_size):
+def compile_over_runs(function, *inputs, args, devices, at_once):
     """Compile function(run, *arrays) of one run into a function of all runs, over all devices.
 
-    Its inputs are the padded grid and the arrays, each with an axis of runs in front.
+    Its inputs are the padded runs and the arrays, each with an axis of runs in front.
     """
     env, env_params = make_env(args)  # outside of jit, since some environments cannot be made there
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
-        flags = {**vars(args), **own}
-        return function(SimpleNamespace(**flags, env=env, env_params=env_params), *arrays)
+        # To sweep a constant of the environment: env_params.replace(gravity=own["gravity"])
+        run = SimpleNamespace(**(vars(args) | own), env=env, env_params=env_params)
+        return function(run, *arrays)
 
     def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped
-        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+        return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh = jax.sharding.Mesh(devices, "runs")
     axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
@@ -435,7 +438,7 @@ def gather(tree, num_runs):
 
 
 def describe(metrics):
-    """Write metrics (R,) as words: the mean of the runs in which each is known (not nan)."""
+    """Write metrics (R,) as words: their means over all runs in which they are known (not nan)."""
     words = []
     for name, values in metrics.items():
         if values.ndim == 1:

@@ -29,8 +29,7 @@ Shapes: R runs, K intervals, U = interval_updates updates, N = num_envs episodes
 time limit), E = eval_episodes episodes, D observation dimensions, H = hidden_size units, A actions,
 or action dimensions if actions are continuous.
 
-The flags come first, then the algorithm for one run, then `main`. What follows is not about
-learning.
+Read the flags, the algorithm for one run, and `main`. The helpers below are not about learning.
 """
 
 import argparse
@@ -56,7 +55,7 @@ from gymnax.environments import spaces
 def parse_args(argv=None):
     """Read the flags. Those of `sweep` take several values, and all combinations run.
 
-    Sweep numbers that are used in arithmetic, not those that set shapes or counts.
+    Every flag whose value is a list is swept. Sweep numbers for arithmetic, not shapes or counts.
     """
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flag = parser.add_argument
@@ -91,7 +90,10 @@ def parse_args(argv=None):
 
 
 def make_env(args):
-    """Make the environment of all runs, and its parameters. Wrap or change it here."""
+    """Make the environment of all runs, and its parameters. Wrap or change it here.
+
+    All returns are in its rewards, so they change if you shape these.
+    """
     return gymnax.make(args.env_id)
 
 
@@ -100,7 +102,8 @@ def make_env(args):
 # are Python values. partial(f, run) fixes `run`, and vmap maps over the arguments that are left.
 #
 # A metric is an entry of the dictionary that `train_step` returns. It is averaged over the updates
-# of an interval, printed if it is one number, and saved.
+# of an interval (timesteps are summed), printed if it is one number, and saved. A mean over steps
+# must leave out the padding: jnp.mean(..., where=episodes.mask).
 
 
 def is_discrete(run):
@@ -181,8 +184,8 @@ def to_env(run, action):
     if is_discrete(run):
         return action
     space = run.env.action_space(run.env_params)
-    fraction = (jnp.clip(action, -1, 1) + 1) / 2
-    return space.low + (space.high - space.low) * fraction.reshape(space.shape)
+    from_0_to_1 = (jnp.clip(action, -1, 1) + 1) / 2
+    return space.low + (space.high - space.low) * from_0_to_1.reshape(space.shape)
 
 
 def play(run, params, key, greedy=False):
@@ -230,7 +233,7 @@ def advantages(run, episodes):
     result is not the gradient of any objective if gamma < 1 (Nota & Thomas 2020).
     """
     returns = jax.vmap(partial(returns_to_go, run))(episodes.reward)
-    # If all returns are equal, this gives exact zeros. Adam would turn rounding errors into steps.
+    # This makes equal returns exactly 0. Adam would turn rounding errors into whole steps.
     relative = returns - returns[0]
     return relative - jnp.mean(relative, axis=0)
 
@@ -274,7 +277,7 @@ def train_interval(run, state):
 
 def evaluate(run, state):
     """Results of a run: undiscounted returns (E,) of greedy episodes, and what was learned."""
-    # Training never splits off this key, so you can also evaluate during training.
+    # Training never uses this key, so you can also evaluate during training.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     episodes, _ = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (E, T)
     results = {"greedy_return": jnp.sum(episodes.reward, axis=1), "params": state.params}
@@ -295,8 +298,9 @@ def draw(args, settings, results):
 
     figure = Figure(figsize=(6.4, 4.4 + 0.2 * len(settings)), layout="constrained")
     axes = figure.subplots()
+    curves = results["curves"]
     for i, (label, rows) in enumerate(settings.items()):
-        x, y = (results["curves"][name][:, rows] for name in ("timesteps", "returns"))
+        x, y = curves["timesteps"][:, rows], curves["returns"][:, rows]
         axes.plot(x, y, f"C{i % 10}", linewidth=0.5, alpha=0.3)
         median = np.median(x, axis=1), np.nanmedian(y, axis=1)
         axes.plot(*median, f"C{i % 10}", linewidth=2, label=f"median  {label}".strip())
@@ -323,28 +327,30 @@ def animate(args, learned):
 def main(argv=None):
     """Train, evaluate, save and report. Return what --save writes, as nested dictionaries."""
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
-    grid, settings = make_grid(args)  # {flag: (R,)} of all runs; {label: rows} of each setting
-    num_runs = len(grid["seed"])
-    devices, batch_size, grid = divide(grid)  # adds copies of runs, which `gather` cuts off
+    runs, settings = make_runs(args)  # {flag: (R,)} of all runs; {label: rows} of each setting
+    num_runs = len(runs["seed"])
+    devices, at_once, padded = divide(runs)  # padded with copies of runs, which `gather` cuts off
 
     # All is compiled before training, so a mistake in `evaluate` shows now.
     began = time.perf_counter()
-    over_runs = partial(compile_over_runs, args=args, devices=devices, batch_size=batch_size)
-    init = over_runs(init_state, grid)
-    state = init(grid)
-    train = over_runs(train_interval, grid, state)
-    finish = over_runs(evaluate, grid, state)
+    over_runs = partial(compile_over_runs, args=args, devices=devices, at_once=at_once)
+    init = over_runs(init_state, padded)
+    state = init(padded)
+    train = over_runs(train_interval, padded, state)
+    finish = over_runs(evaluate, padded, state)
     seconds = time.perf_counter() - began
     where = f"{len(devices)} x {devices[0].device_kind}"
     print(f"runs: {num_runs}  devices: {where}  compiled in {seconds:.1f} s", flush=True)
 
-    history, timesteps, began = [], 0, time.perf_counter()
+    history, timesteps = [], np.zeros(num_runs, int)
+    began = time.perf_counter()
     try:
         for _ in range(args.num_intervals):
-            next_state, metrics = train(grid, state)
+            next_state, metrics = train(padded, state)
             metrics = gather(metrics, num_runs)  # waits for `train`
-            state, seconds = next_state, time.perf_counter() - began
-            timesteps = timesteps + metrics.pop("timesteps").astype(np.int64)  # (R,) so far
+            seconds = time.perf_counter() - began
+            state = next_state
+            timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
             # Log elsewhere here, for example by wandb.log.
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
@@ -354,12 +360,12 @@ def main(argv=None):
             raise
         print("interrupted: evaluating what was learned up to the last line")
 
-    learned = gather(finish(grid, state), num_runs)  # (R, ...) each
+    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
     results = {
         "args": json.dumps(vars(args), default=str),
         "interrupted": len(history) < args.num_intervals,
-        "runs": gather(grid, num_runs),
+        "runs": runs,
         "curves": curves,
         "learned": learned,
     }
@@ -374,16 +380,15 @@ def main(argv=None):
     return results
 
 
-MAX_BATCH = 2  # runs vmapped together on a core of a CPU; more would overflow its cache
+# From here on, nothing is about learning: the helpers of `parse_args` and `main`.
+
+MAX_AT_ONCE = 2  # runs vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {
     "cpu": {
         "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
     },
     "gpu": {"xla_gpu_autotune_level": 0},  # always the same kernels, so always the same bits
 }
-
-
-# From here on, nothing is about learning: the helpers of `parse_args` and `main`.
 
 
 def count(text):
@@ -409,7 +414,7 @@ def check_file(parser, path, *endings):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
 
-def make_grid(args):
+def make_runs(args):
     """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
 
     Return what differs between runs, {flag: (R,)}, and {label: rows} of each setting.
@@ -418,45 +423,46 @@ def make_grid(args):
     varied = [name for name in values if len(values[name]) > 1]
     values["seed"] = range(args.seed, args.seed + args.num_seeds)
     arrays = np.meshgrid(*values.values(), indexing="ij")  # the seed varies fastest
-    grid = {name: array.ravel() for name, array in zip(values, arrays, strict=True)}
+    runs = {name: array.ravel() for name, array in zip(values, arrays, strict=True)}
     settings = {}
-    for i in range(0, len(grid["seed"]), args.num_seeds):
-        label = ", ".join(f"{name} {grid[name][i]:.9g}" for name in varied)
+    for i in range(0, len(runs["seed"]), args.num_seeds):
+        label = ", ".join(f"{name} {runs[name][i]:.9g}" for name in varied)
         settings[label] = slice(i, i + args.num_seeds)
-    return grid, settings
+    return runs, settings
 
 
-def divide(grid):
+def divide(runs):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    For example, 300 runs on 16 cores are at most 19 on each. If MAX_BATCH is 8, each core takes 3
+    For example, 300 runs on 16 cores are at most 19 on each. If MAX_AT_ONCE is 8, each core takes 3
     batches of 7. That makes 336 runs, of which the last 36 are copies. Return the devices, the size
-    of a batch, and the grid with the copies.
+    of a batch, and the runs with the copies.
     """
-    devices, num_batches, num_runs = jax.devices(), 1, len(grid["seed"])
+    devices, num_runs = jax.devices(), len(runs["seed"])
     per_device = math.ceil(num_runs / len(devices))
     devices = devices[: math.ceil(num_runs / per_device)]
-    if devices[0].platform == "cpu":
-        num_batches = math.ceil(per_device / MAX_BATCH)
-    batch_size = math.ceil(per_device / num_batches)
-    length = len(devices) * num_batches * batch_size
-    return devices, batch_size, {name: np.resize(array, length) for name, array in grid.items()}
+    most = MAX_AT_ONCE if devices[0].platform == "cpu" else per_device
+    num_batches = math.ceil(per_device / most)
+    at_once = math.ceil(per_device / num_batches)
+    length = len(devices) * num_batches * at_once
+    return devices, at_once, {name: np.resize(array, length) for name, array in runs.items()}
 
 
-def compile_over_runs(function, *inputs, args, devices, batch_size):
+def compile_over_runs(function, *inputs, args, devices, at_once):
     """Compile function(run, *arrays) of one run into a function of all runs, over all devices.
 
-    Its inputs are the padded grid and the arrays, each with an axis of runs in front.
+    Its inputs are the padded runs and the arrays, each with an axis of runs in front.
     """
     env, env_params = make_env(args)  # outside of jit, since some environments cannot be made there
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
-        flags = {**vars(args), **own}
-        return function(SimpleNamespace(**flags, env=env, env_params=env_params), *arrays)
+        # To sweep a constant of the environment: env_params.replace(gravity=own["gravity"])
+        run = SimpleNamespace(**(vars(args) | own), env=env, env_params=env_params)
+        return function(run, *arrays)
 
     def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped
-        return jax.lax.map(one_run, inputs, batch_size=batch_size)
+        return jax.lax.map(one_run, inputs, batch_size=at_once)
 
     mesh = jax.sharding.Mesh(devices, "runs")
     axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
@@ -472,7 +478,7 @@ def gather(tree, num_runs):
 
 
 def describe(metrics):
-    """Write metrics (R,) as words: the mean of the runs in which each is known (not nan)."""
+    """Write metrics (R,) as words: their means over all runs in which they are known (not nan)."""
     words = []
     for name, values in metrics.items():
         if values.ndim == 1:

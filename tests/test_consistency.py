@@ -19,7 +19,7 @@ TEXT = {script: (ROOT / script).read_text() for script in SCRIPTS}
 # Name: the groups of scripts that agree, and why the groups differ. A script that is in no group
 # agrees with no other.
 DIFFERENT = {
-    "MAX_BATCH": ([[REPLAY, DECAY]], "what fits into a cache was measured for each"),
+    "MAX_AT_ONCE": ([[REPLAY, DECAY]], "what fits into a cache was measured for each"),
     "COMPILER_OPTIONS": ([TRIO], "what is fast was measured for each"),
     "LOOPS": ([], "the limit suits the size of the loop"),
     "parse_args": ([], "each script has flags of its own"),

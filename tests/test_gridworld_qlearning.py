@@ -61,7 +61,7 @@ def test_moves_stay_inside_the_grid_and_end_at_the_goal(learning):
         assert terminated == (expected in (GOAL, TRAP))
 
 
-def test_an_episode_goes_on_from_its_next_cell_until_it_ends(learning):
+def test_an_episode_goes_on_from_its_next_cell(learning):
     assert tuple(learning.steps[0].cell) == START
     for step, following in zip(learning.steps[:-1], learning.steps[1:], strict=True):
         next_cell, _, terminated = step.out
@@ -86,13 +86,7 @@ def test_a_progress_line_shows_steps_and_rewards_per_episode(learning):
         close(half.metrics["returns"], np.sum(rewards) / np.sum(terminated), rtol=1e-4)
 
 
-def test_each_block_of_steps_has_its_own_random_actions(learning):
-    actions = np.array([step.action for step in learning.steps]).reshape(6, 1000)
-    assert len(np.unique(actions, axis=0)) == 6
-
-
-def test_a_run_in_which_no_episode_ended_counts_in_no_mean(monkeypatch):
-    """Otherwise its infinite number of steps would make the mean of all runs infinite."""
+def test_metrics_per_episode_are_nan_if_no_episode_ended(monkeypatch):
     monkeypatch.setattr(grid, "env_step", lambda run, cell, action: (cell, -1.0, jnp.array(False)))
     run = one_run(grid, FLAGS)
     _, metrics = jax.jit(lambda: grid.train_interval(run, grid.init_state(run)))()
@@ -135,10 +129,6 @@ def test_default_runs_find_the_exact_value_of_the_start(default_runs):
 
 def test_default_runs_find_a_shortest_path(default_runs):
     assert default_runs["learned"]["greedy_steps"].tolist() == [18] * 4
-
-
-def test_each_seed_plays_on_its_own(default_runs):
-    assert len(np.unique(default_runs["learned"]["q_table"], axis=0)) == 4
 
 
 def greedy_steps(*rows):
@@ -192,6 +182,5 @@ def test_the_report_describes_the_agents_of_a_setting():
     }
     text = grid.report(learned, slice(1, 4))
     numbers = sorted(float(number) for number in re.findall(r"inf|\d+\.?\d*", text))
-    # The mean table has values 0 and 1.5 / 3, the mean of the best values is 2.25 / 3, and
-    # 2 of 3 agents arrive.
+    # Values 0 and 1.5 / 3 of the mean table, the mean 2.25 / 3 of best values; 2 of 3 arrive.
     assert numbers == [0, 0.5, 0.75, 2, 3, np.inf]

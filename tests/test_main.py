@@ -220,7 +220,7 @@ def test_copies_of_runs_that_fill_up_devices_are_in_no_result():
 
 
 @pytest.mark.parametrize(
-    ("num_runs", "num_devices", "batch_size", "padded"),
+    ("num_runs", "num_devices", "at_once", "padded"),
     [
         (1, 1, 1, 1),
         (9, 3, 3, 9),  # three on each, all at once
@@ -228,18 +228,16 @@ def test_copies_of_runs_that_fill_up_devices_are_in_no_result():
         (18, 4, 3, 24),  # five on each: batches of three and two would be compiled apart
     ],
 )
-def test_runs_are_divided_into_equal_batches(
-    num_runs, num_devices, batch_size, padded, monkeypatch
-):
-    monkeypatch.setattr(script, "MAX_BATCH", 4)
-    devices, size, grid = script.divide({"seed": np.arange(num_runs)})
-    assert (len(devices), size) == (num_devices, batch_size)
-    assert grid["seed"].tolist() == [*range(num_runs), *range(padded - num_runs)]
+def test_runs_are_divided_into_equal_batches(num_runs, num_devices, at_once, padded, monkeypatch):
+    monkeypatch.setattr(script, "MAX_AT_ONCE", 4)
+    devices, size, runs = script.divide({"seed": np.arange(num_runs)})
+    assert (len(devices), size) == (num_devices, at_once)
+    assert runs["seed"].tolist() == [*range(num_runs), *range(padded - num_runs)]
 
 
 @pytest.mark.parametrize("max_batch", [2, 100])
 def test_the_size_of_a_batch_changes_no_result(max_batch, monkeypatch):
-    monkeypatch.setattr(script, "MAX_BATCH", max_batch)
+    monkeypatch.setattr(script, "MAX_AT_ONCE", max_batch)
     equal(kernel(run_toy()), state_after(LINES))
 
 

@@ -58,10 +58,10 @@ def test_a_step_of_a_learner_is_that_of_gymnax(learner, name):
     own, theirs = getattr(learner.own, name), getattr(learner.gymnax, name)
     assert (own.shape, own.dtype) == (theirs.shape, theirs.dtype)
     close(own, theirs, rtol=0, atol=1e-7)  # the cosine is a series
-    assert len(np.unique(own)) > 1 or name == "reward"  # so both kinds of ends have been seen
 
 
 def test_a_learner_goes_on_or_starts_again_at_rest(learner):
+    assert learner.own.terminated.any() and learner.own.truncated.any()
     done = learner.own.terminated | learner.own.truncated
     equal(learner.own.obs[~done], learner.own.final_observation[~done])
     position, velocity = learner.own.obs[done].T
@@ -132,7 +132,7 @@ def test_a_step_begins_where_the_one_before_ended(rollout):
     equal(rollout.obs[:, :, 1:], rollout.next_obs[:, :, :-1])
 
 
-def test_the_mask_is_true_up_to_the_end_of_an_episode(rollout):
+def test_the_mask_is_true_until_an_episode_ends(rollout):
     assert rollout.mask.shape == (999, 6, LIMIT)
     for place in SOME:
         ends = np.flatnonzero(rollout.terminated[place])
@@ -140,15 +140,17 @@ def test_the_mask_is_true_up_to_the_end_of_an_episode(rollout):
         equal(rollout.mask[place], np.arange(LIMIT) < length)
 
 
-def test_episodes_of_each_length_end_at_the_goal_and_cars_meet_all_bounds(rollout):
-    """So the tests above have seen these cases."""
+def test_episodes_of_each_length_have_been_seen(rollout):
     ended = np.any(rollout.mask & rollout.terminated, axis=2)
     assert set(rollout.mask.sum(axis=2)[ended]) == set(range(1, LIMIT + 1))
+
+
+def test_cars_at_all_bounds_have_been_seen(rollout):
     for axis, bound in (0, -1.22), (0, 0.4), (1, -0.05), (1, 0.05):  # walls, top speeds
         assert np.mean(rollout.next_obs[..., axis] == np.float32(bound)) > 0.001
 
 
-def test_a_line_counts_the_real_steps_of_each_car_so_far(rollout):
+def test_a_line_counts_real_steps_of_each_car_so_far(rollout):
     lengths = rollout.mask.sum(axis=2)  # (999, 6)
     equal(rollout.curves["timesteps"][0], lengths[:, :3].sum(axis=1))
     equal(rollout.curves["timesteps"][1], lengths.sum(axis=1))
@@ -160,7 +162,7 @@ def test_a_line_shows_the_mean_return_of_its_episodes(rollout):
     close(rollout.curves["returns"][1], returns[:, 3:].mean(axis=1), rtol=1e-5)
 
 
-def test_a_line_shows_how_often_its_episodes_ended_at_the_goal(rollout):
+def test_a_line_shows_how_often_episodes_ended_at_the_goal(rollout):
     ended = np.any(rollout.mask & rollout.terminated, axis=2)  # (999, 6)
     close(rollout.curves["terminated"][0], ended[:, :3].mean(axis=1), rtol=1e-5)
     close(rollout.curves["terminated"][1], ended[:, 3:].mean(axis=1), rtol=1e-5)
