@@ -70,10 +70,11 @@ def run(script, flags="", text=None, save=True):
 
 def patched(script, recipe):
     """Return the text of a script after a recipe of tests/recipes. It may be that of its twin."""
-    command = ["patch", "--output=-", "--reject-file=-", ROOT / script, RECIPES / f"{recipe}.patch"]
+    path = RECIPES / f"{recipe}.patch"
+    command = ["patch", "--fuzz=0", "--output=-", "--reject-file=-", ROOT / script, path]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode != 0:
-        sys.exit(f"{recipe}.patch no longer applies to {script}:\n{process.stderr}")
+        sys.exit(f"{path} no longer applies to {script}:\n{process.stderr}")
     return process.stdout
 
 
@@ -340,7 +341,7 @@ def greedy_curve(script, flags, unchanged):
     for name, array in unchanged.saved.items():
         if name.startswith("learned.params"):
             np.testing.assert_array_equal(array, changed.saved[name], name)
-    return np.vstack([greedy_means(untrained), changed.saved["curves.greedy"]])
+    return np.vstack([greedy_means(untrained), changed.saved["curves.greedy_return"]])
 
 
 @rc_context({"font.size": 14, "axes.spines.top": False, "axes.spines.right": False})
@@ -372,12 +373,12 @@ def draw_curves(curves):
 
 
 def greedy_returns(script):
-    """Return the text of a learner that also evaluates its greedy policy at each progress line."""
+    """Return the text of a script that also evaluates the greedy policy at each progress line."""
     if script != REINFORCE:
         return patched(script, "greedy_returns")
-    line = '    timesteps = jnp.sum(metrics.pop("timesteps").astype(float))\n'
-    greedy = '    metrics["greedy"] = evaluate(run, state)["greedy_return"]\n'
-    return replaced(script, line, line + greedy)
+    old = '    timesteps = jnp.sum(metrics.pop("timesteps").astype(float))\n'
+    new = '    metrics["greedy_return"] = jnp.mean(evaluate(run, state)["greedy_return"])\n'
+    return replaced(script, old, old + new)
 
 
 def write(name, text):

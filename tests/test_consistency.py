@@ -79,24 +79,28 @@ def groups_of(name):
     return groups + alone
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_what_has_the_same_name_is_the_same(name):
+def differences(name):
+    """What differs between the scripts of each group that must agree."""
     for first, *others in groups_of(name):
         for other in others:
             texts = SOURCES[first][name].splitlines(), SOURCES[other][name].splitlines()
-            difference = "\n".join(difflib.unified_diff(*texts, first, other, lineterm="", n=1))
-            if difference:
-                what_to_do = (
-                    f"Copy {name} to the other scripts, or say in DIFFERENT of "
-                    "tests/test_consistency.py which scripts agree, and why the others differ."
-                )
-                pytest.fail(f"{difference}\n{what_to_do}", pytrace=False)
+            yield from difflib.unified_diff(*texts, first, other, lineterm="", n=1)
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_the_table_says_that_scripts_differ_only_where_they_do(name):
-    texts = [SOURCES[group[0]][name] for group in groups_of(name)]
-    assert len(set(texts)) == len(texts) > 1, f"join the groups of {name} that agree"
+def test_what_has_the_same_name_is_the_same():
+    different = [line for name in TWINS for line in differences(name)]
+    what_to_do = (
+        "Copy the change to the other scripts, or say in DIFFERENT of tests/test_consistency.py "
+        "which scripts agree, and why the others differ."
+    )
+    if different:
+        pytest.fail("\n".join([*different, what_to_do]), pytrace=False)
+
+
+def test_the_table_says_that_scripts_differ_only_where_they_do():
+    for name in DIFFERENT:
+        texts = [SOURCES[group[0]][name] for group in groups_of(name)]
+        assert len(set(texts)) == len(texts) > 1, f"join the groups of {name} that agree"
 
 
 def without_extras(requirement):

@@ -244,36 +244,20 @@ def test_centers_are_spread_evenly_between_minus_1_and_1_and_depend_on_the_seed(
     assert not np.any(centers == others)
 
 
-@pytest.mark.parametrize("name", TRIO)
-def test_scales_are_about_the_bounds_of_observations(name):
-    script = load(name)
-    for env_id, scale in script.OBS_SCALE.items():
-        env, params = gymnax.make(env_id)
-        box = env.observation_space(params)
-        bound = np.maximum(np.abs(box.low), np.abs(box.high))
-        known = np.isfinite(bound) & (bound < 1e30)  # gymnax writes a large number for infinity
-        ratio = np.array(scale)[known] / bound[known]
-        assert np.all((0.4 < ratio) & (ratio < 1.01)), env_id  # typical values, or the bound
-
-
 @pytest.mark.parametrize("name", TRIO[1:])
-def test_each_seed_and_each_update_draws_other_transitions(name, monkeypatch):
+def test_each_seed_and_each_update_draws_another_batch(name, monkeypatch):
+    """The buffer holds one vector step, so the environments in a batch tell what was drawn."""
     script, drawn = load(name), []
-    flags = "--buffer-size 40 --num-centers 3"
     updates = watch(monkeypatch, script, "td_loss")
-    init_state = jax.jit(lambda seed: script.init_state(run_of(script, flags, seed=seed)))
-    train_step = jit(script.train_step, run_of(script, flags))
     for seed in (1, 2):
-        began = []
-        updates.clear()
-        state = init_state(seed)
+        run = run_of(script, "--buffer-size 4 --batch-size 20 --num-centers 3", seed=seed)
+        state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
         for _ in range(3):
-            began += [obs.tobytes() for obs in np.asarray(state.obs)]
+            began = [obs.tobytes() for obs in np.asarray(state.obs)]
             state, _ = train_step(state, None)
-        jax.effects_barrier()
-        drawn.append([[began.index(o.tobytes()) for o in u.batch.obs] for u in updates])
-    assert drawn[0] != drawn[1]  # of two seeds
-    assert drawn[0][1] != drawn[0][2]  # of two updates
+            jax.effects_barrier()
+            drawn.append([began.index(obs.tobytes()) for obs in updates[-1].batch.obs])
+    assert len(np.unique(drawn, axis=0)) == 6
 
 
 @pytest.mark.parametrize("name", TRIO[1:])
