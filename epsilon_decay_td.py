@@ -269,7 +269,8 @@ def train_step(run, state, _):
     params = optax.apply_updates(state.params, updates)
     target_params = optax.incremental_update(params, state.target_params, run.tau)
     state = state._replace(params=params, target_params=target_params, opt_state=opt_state)
-    ended = info["returned_episode"]  # (N,); elsewhere, the returns are of earlier episodes
+    ended = info["returned_episode"]  # (N,)
+    # Where no episode ended, this return is that of an earlier one.
     return_sum = jnp.sum(info["returned_episode_returns"], where=ended)
     return state, dict(**metrics, epsilon=epsilon, episodes=jnp.sum(ended), return_sum=return_sum)
 
@@ -359,7 +360,7 @@ def main(argv=None):
             state = next_state
             timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
-            # Log elsewhere here, for example by wandb.log.
+            # Log elsewhere here: wandb.log({name: np.nanmean(x) for name, x in metrics.items()})
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
             print(f"step {timesteps.mean():,.0f}", *describe(metrics), speed, sep="  ", flush=True)
     except KeyboardInterrupt:  # Ctrl-C ends training early
@@ -465,8 +466,8 @@ def compile_over_runs(function, *inputs, args, devices, at_once):
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
-        # To sweep a constant of the environment: env_params.replace(gravity=own["gravity"])
         run = SimpleNamespace(**(vars(args) | own), env=env, env_params=env_params)
+        # To sweep a constant: run.env_params = env_params.replace(gravity=run.gravity)
         return function(run, *arrays)
 
     def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped

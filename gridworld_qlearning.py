@@ -168,14 +168,13 @@ def train_interval(run, state):
     )
 
 
-def evaluate(run, state):
-    """Results of a run: its table, and the greedy policy's steps from the start to the goal.
+def greedy_steps(run, q_table):
+    """Steps of the greedy policy from the start to the goal; inf if it never arrives.
 
-    The number of steps is inf if it never arrives. The policy is deterministic: among equal values
-    it takes the first. If it is not at the goal after S steps, it has visited a cell twice, and
-    never arrives.
+    The policy is deterministic: among equal values, it takes the first. If it is not at the goal
+    after S steps, it has visited a cell twice, and never arrives.
     """
-    greedy = jnp.argmax(state.q_table, axis=-1)  # (H, W)
+    greedy = jnp.argmax(q_table, axis=-1)  # (H, W)
 
     def step(cell, _):
         next_cell, _, terminated = env_step(run, cell, greedy[*cell])
@@ -184,9 +183,13 @@ def evaluate(run, state):
 
     _, (ends, at_goal) = jax.lax.scan(step, start(run), length=greedy.size)  # (S,)
     last = jnp.argmax(ends)  # the first step that ends the episode; 0 if none does
-    arrives = ends[last] & at_goal[last]
+    return jnp.where(ends[last] & at_goal[last], last + 1.0, jnp.inf)
+
+
+def evaluate(run, state):
+    """Results of a run: the greedy policy's steps, the value of the start, and the table."""
     return {
-        "greedy_steps": jnp.where(arrives, last + 1.0, jnp.inf),
+        "greedy_steps": greedy_steps(run, state.q_table),
         "start_value": jnp.max(state.q_table[*start(run)]),
         "q_table": state.q_table,
     }
@@ -252,7 +255,7 @@ def main(argv=None):
             state = next_state
             timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
-            # Log elsewhere here, for example by wandb.log.
+            # Log elsewhere here: wandb.log({name: np.nanmean(x) for name, x in metrics.items()})
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
             print(f"step {timesteps.mean():,.0f}", *describe(metrics), speed, sep="  ", flush=True)
     except KeyboardInterrupt:  # Ctrl-C ends training early

@@ -15,7 +15,7 @@ a step:
     python mountaincar_env.py --policy rocking    # this policy reaches the goal
     python mountaincar_env.py                     # random actions do not
 
-To write another environment, change EnvParams, EnvState, the class and `choose_action`.
+To write another environment, change EnvParams, EnvState, the class, ENV and `choose_action`.
 
 Shapes: N = num_envs cars, K intervals, M = interval_episodes episodes of a car in each
 interval, T steps (the time limit).
@@ -135,7 +135,7 @@ def parse_args(argv=None):
     flag("--num-envs", type=count, default=4096, help="cars stepped in lockstep")
     text = "rocking pushes in the direction of motion"
     flag("--policy", choices=["random", "rocking"], default="random", help=text)
-    flag("--save", metavar="FILE.npz", help="write all steps, 26 bytes each")
+    flag("--save", metavar="FILE.npz", help="write all steps")
     args = parser.parse_args(argv)
     check_file(parser, args.save, ".npz")
     if args.save and args.num_envs * args.num_episodes > MAX_SAVED:

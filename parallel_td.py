@@ -213,15 +213,16 @@ def train_step(run, state, _):
     """Collect B transitions with the current weights, then learn from exactly those."""
     step = partial(vector_step, run)
     state, (transitions, infos) = jax.lax.scan(step, state, length=run.batch_steps)
-    # Returns of n steps would be made here. They need `truncated`, and batch_steps >= n.
+    ended = infos["returned_episode"]  # (T, N)
     batch = jax.tree.map(jnp.concatenate, transitions)  # step after step: (T, N) -> (B,)
-    # The targets are computed outside of the loss, so no gradient flows through them.
+    # The targets are computed outside of the loss, so no gradient flows through them. Returns of n
+    # steps are made from these and `ended`. They need batch_steps >= n.
     targets = jax.vmap(partial(td_target, run, state.params))(batch)  # (B,)
     grad, metrics = jax.grad(partial(td_loss, run), has_aux=True)(state.params, batch, targets)
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     state = state._replace(params=params, opt_state=opt_state)
-    ended = infos["returned_episode"]  # (T, N); elsewhere, the returns are of earlier episodes
+    # Where no episode ended, this return is that of an earlier one.
     return_sum = jnp.sum(infos["returned_episode_returns"], where=ended)
     return state, dict(**metrics, episodes=jnp.sum(ended), return_sum=return_sum)
 
@@ -311,7 +312,7 @@ def main(argv=None):
             state = next_state
             timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
-            # Log elsewhere here, for example by wandb.log.
+            # Log elsewhere here: wandb.log({name: np.nanmean(x) for name, x in metrics.items()})
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
             print(f"step {timesteps.mean():,.0f}", *describe(metrics), speed, sep="  ", flush=True)
     except KeyboardInterrupt:  # Ctrl-C ends training early
@@ -417,8 +418,8 @@ def compile_over_runs(function, *inputs, args, devices, at_once):
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
-        # To sweep a constant of the environment: env_params.replace(gravity=own["gravity"])
         run = SimpleNamespace(**(vars(args) | own), env=env, env_params=env_params)
+        # To sweep a constant: run.env_params = env_params.replace(gravity=run.gravity)
         return function(run, *arrays)
 
     def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped

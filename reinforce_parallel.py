@@ -352,7 +352,7 @@ def main(argv=None):
             state = next_state
             timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
-            # Log elsewhere here, for example by wandb.log.
+            # Log elsewhere here: wandb.log({name: np.nanmean(x) for name, x in metrics.items()})
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
             print(f"step {timesteps.mean():,.0f}", *describe(metrics), speed, sep="  ", flush=True)
     except KeyboardInterrupt:  # Ctrl-C ends training early
@@ -457,8 +457,8 @@ def compile_over_runs(function, *inputs, args, devices, at_once):
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
-        # To sweep a constant of the environment: env_params.replace(gravity=own["gravity"])
         run = SimpleNamespace(**(vars(args) | own), env=env, env_params=env_params)
+        # To sweep a constant: run.env_params = env_params.replace(gravity=run.gravity)
         return function(run, *arrays)
 
     def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped

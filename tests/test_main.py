@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -197,8 +198,13 @@ def test_ctrl_c_before_the_first_line_ends_the_command(monkeypatch):
 
 def test_after_ctrl_c_a_command_has_saved_and_ends_a_loop_of_the_shell(tmp_path):
     flags = "--total-timesteps 1e7 --num-centers 9 --eval-episodes 2 --save".split()
-    command = [sys.executable, script.__file__, *flags, str(tmp_path / "x.npz")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, script.__file__, *flags, str(tmp_path / "x.npz")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # also in the background
+    )
     process.stdout.readline()  # the devices
     process.stdout.readline()  # the first progress line
     process.send_signal(signal.SIGINT)

@@ -3,7 +3,6 @@
 The fixture `learning` trains on a changed CartPole-v1 for two intervals, and records each update.
 """
 
-import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,7 +25,6 @@ DRAWS = 20_000
 
 
 def run_with(space):
-    """A run whose actions are from a space."""
     env = SimpleNamespace(action_space=lambda params: space)
     return SimpleNamespace(env=env, env_params=None, gamma=1.0)
 
@@ -92,10 +90,8 @@ REWARDS = np.array([[5.0, 0, 0], [1, -2, 0], [1, 3, 4], [1, 3, 7]])
 MASK = np.array([[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]], bool)
 
 
-def probabilities(logits):
-    """Of each episode (4,)."""
-    pi = jax.nn.softmax(logits)
-    return jnp.prod(pi[ACTIONS], axis=1, where=MASK)
+def probabilities(logits):  # of the four episodes
+    return jnp.prod(jax.nn.softmax(logits)[ACTIONS], axis=1, where=MASK)
 
 
 def test_the_gradient_is_unbiased_for_episodes_of_unequal_length():
@@ -105,13 +101,12 @@ def test_the_gradient_is_unbiased_for_episodes_of_unequal_length():
     """
     logits = np.array([-0.3, 0.2])
     params = {"w0": np.zeros((1, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2)), "b1": logits}
-    run, estimate = run_with(spaces.Discrete(2)), np.zeros(2)
+    run, p, estimate = run_with(spaces.Discrete(2)), probabilities(logits), 0
     advantages, slope = jit(rp.advantages, run), jit(jax.grad(rp.policy_loss, 1), run)
-    for pair in itertools.product(range(4), repeat=2):
-        rows = np.array(pair)
+    for i, j in np.ndindex(4, 4):
+        rows = [i, j]
         episodes = rp.Step(np.zeros((2, 3, 1)), ACTIONS[rows], REWARDS[rows], MASK[rows])
-        gradient = slope(params, episodes, advantages(episodes))["b1"]
-        estimate -= np.prod(probabilities(logits)[rows]) * gradient
+        estimate -= p[i] * p[j] * slope(params, episodes, advantages(episodes))["b1"]
     exact = jax.grad(lambda logits: probabilities(logits) @ REWARDS.sum(axis=1))(logits)
     close(estimate, exact / 2)
 
@@ -138,8 +133,8 @@ def test_actions_are_kept_as_drawn_not_as_clipped():
     """Normal around the mean, each step on its own: so their log-probabilities are right."""
     run = one_run(rp, "--env-id Pendulum-v1")
     state = jit(rp.init_state, run)()
-    keys = jax.random.split(jax.random.key(0), 20)
-    episodes, _ = jax.jit(jax.vmap(partial(rp.play, run, state.params)))(keys)  # (20, 200)
+    keys = jax.random.split(jax.random.key(0), 20)  # of episodes of 200 steps
+    episodes, _ = jax.jit(jax.vmap(partial(rp.play, run, state.params)))(keys)
     noise = np.ravel(episodes.action - forward(state.params, np.asarray(episodes.obs)))
     assert kstest(noise, norm.cdf).statistic < 2.5 / len(noise) ** 0.5
     assert len(set(noise.tolist())) > 0.99 * len(noise)  # none is repeated
@@ -175,12 +170,11 @@ def replay(episode):
     """Play an episode's actions in Gymnasium. Return the observations before each, and rewards."""
     env, seen, rewards = gymnasium.make("CartPole-v1").unwrapped, [], []
     vars(env).update(CHANGES)
-    env.reset()
     env.state = np.float64(episode.obs[0])
-    for action in episode.action:
+    for action in episode.action.tolist():
         seen.append(env.state)
-        rewards.append(1 - int(action) / 2)
-        _, _, terminated, *_ = env.step(int(action))
+        rewards.append(1 - action / 2)
+        _, _, terminated, *_ = env.step(action)
         if terminated:
             break
     return seen, rewards
@@ -191,13 +185,12 @@ def episodes_of(update):
 
 
 def train(sync):
-    """A record of two intervals of three updates, from five episodes each, and of an evaluation."""
+    """A record of two intervals of three updates (5, rounded up), from five episodes each."""
     patch = pytest.MonkeyPatch()
-    # 5 updates are rounded up to two intervals of 3.
     flags = "--num-iterations 5 --num-intervals 2 --num-envs 5 --eval-episodes 7 --hidden-size 8"
     params = Pole().default_params.replace(max_steps_in_episode=LIMIT, **CHANGES)
-    own = {"learning_rate": 0.05, "gamma": 0.9, "env": Pole(), "env_params": params}
-    run = one_run(rp, f"{flags} --sync {sync} --gif x.gif", **own)
+    flags += f" --sync {sync} --learning-rate 0.05 --gamma 0.9 --gif x.gif"
+    run = one_run(rp, flags, env=Pole(), env_params=params)
     updates = watch(patch, rp, "policy_loss")
     state, interval, halves = jit(rp.init_state, run)(), jit(rp.train_interval, run), []
     for _ in range(2):
@@ -207,8 +200,7 @@ def train(sync):
         updates.clear()
     patch.undo()
     updates = halves[0].updates + halves[1].updates
-    last, results = jax.device_get((state.params, jit(rp.evaluate, run)(state)))
-    return SimpleNamespace(run=run, halves=halves, updates=updates, last=last, results=results)
+    return SimpleNamespace(run=run, halves=halves, updates=updates, last=state.params)
 
 
 @pytest.fixture(scope="module")
@@ -236,19 +228,17 @@ def test_updates_learn_from_episodes_that_gymnasium_plays(learning):
 
 def test_truncation_learns_up_to_the_end_of_the_shortest_episode(truncated):
     for update in truncated.updates:
-        episodes = episodes_of(update)
-        rewards = [replay(episode)[1] for episode in episodes]
+        rewards = [replay(episode)[1] for episode in episodes_of(update)]
         n = min(map(len, rewards))
-        for episode, expected in zip(episodes, rewards, strict=True):
-            assert episode.mask.tolist() == [True] * n + [False] * (LIMIT - n)
-            assert episode.reward.tolist() == expected[:n] + [0] * (LIMIT - n)
+        assert update.episodes.mask.tolist() == [[True] * n + [False] * (LIMIT - n)] * 5
+        assert update.episodes.reward[:, :n].tolist() == [expected[:n] for expected in rewards]
+        assert not update.episodes.reward[:, n:].any()
 
 
 @pytest.mark.parametrize("sync", ["learning", "truncated"])
 def test_a_progress_line_describes_whole_episodes(sync, request):
     for half in request.getfixturevalue(sync).halves:
-        episodes = [episode for update in half.updates for episode in episodes_of(update)]
-        rewards = [replay(episode)[1] for episode in episodes]
+        rewards = [replay(x)[1] for update in half.updates for x in episodes_of(update)]
         assert len(rewards) == 15  # three updates from five episodes
         assert half.metrics["timesteps"] == sum(map(len, rewards))
         close(half.metrics["returns"], sum(map(sum, rewards)) / 15)
@@ -282,20 +272,29 @@ def test_each_update_is_an_adam_step_whose_size_falls(learning):
         jax.tree.map(close, params, jax.tree.map(np.add, update.params, step))
 
 
-def test_a_greedy_episode_has_the_most_probable_actions(learning):
-    episode, _ = learning.results["episode"]
-    logits = forward(learning.last, episode.obs)
-    assert episode.action.tolist() == logits.argmax(axis=-1).tolist()
+def test_no_two_episodes_start_alike(learning):
+    starts = [obs for update in learning.updates for obs in update.episodes.obs[:, 0]]
+    assert len(np.unique(starts, axis=0)) == 30  # 6 updates from 5 episodes
 
 
-def test_greedy_returns_are_sums_of_the_rewards_of_an_episode(learning):
-    returns, (episode, _) = learning.results["greedy_return"], learning.results["episode"]
+@pytest.fixture(scope="module")
+def evaluation(learning):
+    """Seven greedy episodes of a policy that mostly pushes to where the pole leans or falls."""
+    falls = np.array([[0.0], [0.0], [10.0], [1.0]])  # 10 theta + theta_dot
+    params = {"w0": falls, "b0": np.zeros(1), "w1": np.array([[-1.0, 1.0]]), "b1": np.zeros(2)}
+    state = rp.TrainState(jax.random.key(0), params, None)
+    return jax.device_get(jit(rp.evaluate, learning.run)(state))
+
+
+def test_a_greedy_episode_has_the_most_probable_actions(evaluation):
+    episode, _ = evaluation["episode"]
+    leans = 10 * episode.obs[:, 2] + episode.obs[:, 3]
+    assert episode.action.tolist() == (leans > 0).tolist()
+    assert 0 < episode.action.mean() < 1
+
+
+def test_greedy_returns_are_sums_of_the_rewards_of_episodes(evaluation):
+    returns, (episode, _) = evaluation["greedy_return"], evaluation["episode"]
     _, rewards = replay(episode)
     assert returns[0] == sum(rewards)
     assert returns.shape == (7,) and len(np.unique(returns)) > 1
-
-
-def test_no_two_episodes_start_alike(learning):
-    starts = [obs for update in learning.updates for obs in update.episodes.obs[:, 0]]
-    starts.append(learning.results["episode"][0].obs[0])
-    assert len(np.unique(starts, axis=0)) == 31  # 6 updates from 5 episodes, and a greedy one

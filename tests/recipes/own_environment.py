@@ -2,6 +2,8 @@
 
 Copy this file beside replay_td.py, and run it: python own_environment.py
 
+The greedy return is about -10 (of 40 runs, the worst has -23). The best possible is -8.6.
+
 - An observation needs an entry of OBS_SCALE: what each of its numbers is divided by.
 - Register a function (a lambda), not the class: if you edit the class in a notebook, a registered
   class stays the old one, without a word. Register in a cell of its own, since a name can be
@@ -61,7 +63,7 @@ class OwnCar(environment.Environment):
 
 
 gymnax.register("OwnCar-v0", lambda: OwnCar())
-FLAGS = "--env-id OwnCar-v0 --total-timesteps 5e4 --sigma 0.2 --tau 0.03"  # returns about -10
+FLAGS = "--env-id OwnCar-v0 --total-timesteps 3e4 --sigma 0.2 --tau 0.03 --learning-rate 0.1"
 
 if __name__ == "__main__":
     replay_td.main(FLAGS.split())
