@@ -98,11 +98,6 @@ def mean(values, digits=1):
     return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
 
 
-def code(script, flags=""):
-    """Format a command."""
-    return f"`{script} {flags}`".replace(" `", "`")
-
-
 def greedy_means(result):
     """Mean greedy return of each run (R,)."""
     return result.saved["learned.greedy_return"].mean(axis=1)
@@ -156,7 +151,7 @@ def learning():
     rows = []
     for script, flags in [(PARALLEL, ""), *constants, (REPLAY, ""), (DECAY, ""), (REINFORCE, "")]:
         result = run(script, f"{flags} --num-seeds {200 if flags else 400} {FRESH}")
-        rows.append([code(script, flags), *cartpole_cells(result)])
+        rows.append([f"`{script} {flags}".strip() + "`", *cartpole_cells(result)])
         if script == REPLAY:
             draw_failures(left, right, flags.removeprefix("--epsilon ") or "0.25", "C0", result)
         if script == DECAY:
@@ -167,9 +162,8 @@ def learning():
     grid = run(GRID, f"--num-seeds 400 {FRESH}")
     arrive = np.isfinite(grid.saved["learned.greedy_steps"]).sum()
     error = np.abs(grid.saved["learned.start_value"] - 0.9**17).max()
-    text = f"{arrive} of 400 agents of `{GRID}` reach the goal; the largest error of the value of"
-    text += f" the start is {error:.0e}."
-    return f"{table(['command', *CARTPOLE_HEAD], rows)}\n{text}\n"
+    text = f"`{GRID}`: {arrive} of 400 agents reach the goal. The largest error of the value of"
+    return f"{table(['command', *CARTPOLE_HEAD], rows)}\n{text} the start is {error:.0e}.\n"
 
 
 def draw_failures(left, right, label, color, result):
@@ -231,7 +225,7 @@ def ablations():
             saved = run(GRID, f"--epsilon {epsilon} --num-seeds 20", text).saved
             start, steps = saved["learned.start_value"], saved["curves.steps_per_episode"][-1]
             grid.append([what, epsilon, mean(start, 5), mean(steps, 2)])
-    head = [code(GRID), "epsilon", "value of the start", "steps of a training episode"]
+    head = [f"`{GRID}`", "epsilon", "value of the start", "steps of a training episode"]
     return f"{table(['change', *CARTPOLE_HEAD], rows)}\n{unseen}\n{table(head, grid)}"
 
 
@@ -252,7 +246,7 @@ def padding():
         returns = [greedy_means(run(REINFORCE, f"{fresh} --sync {sync}")) for sync in syncs]
         dots(axes, list(zip(syncs, returns, strict=True)))
         axes.set(title=flags.split()[1])
-        rows.append([code(REINFORCE, flags), *(f"{mean(x, 2)} ({x.min():.2f})" for x in returns)])
+        rows.append([f"`{REINFORCE} {flags}`", *(f"{mean(x, 2)} ({x.min():.2f})" for x in returns)])
     figure.savefig(PICTURES / "padding.png")
     return table(["command", "padding: mean (worst)", "truncation"], rows)
 
@@ -296,7 +290,7 @@ def seconds():
     rows = []
     for script, (whole, compiling) in zip(SCRIPTS, one, strict=True):
         last = f"{with_20_seeds[script]:.1f}" if script in CARTPOLE else ""
-        rows.append([code(script), f"{whole:.1f}", f"{compiling:.1f}", last])
+        rows.append([f"`{script}`", f"{whole:.1f}", f"{compiling:.1f}", last])
     return table(["script", "seconds", "of these, compiling", "with `--num-seeds 20`"], rows)
 
 
@@ -322,7 +316,7 @@ def figure():
         times = np.median([results[script].times[: len(returns)] for results in rounds], axis=0)
         solved = np.flatnonzero(np.median(returns, axis=1) >= 475)[0]
         curves[script] = times, returns, solved
-        words.append(f"{code(script)} {times[0]:.1f}, {times[solved]:.1f}, {times[-1]:.1f}")
+        words.append(f"`{script}` {times[0]:.1f}, {times[solved]:.1f}, {times[-1]:.1f}")
     draw_curves(curves)
     head = (
         "Seconds until training begins, until the median is first at 475, and until training ends"

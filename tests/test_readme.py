@@ -1,0 +1,37 @@
+"""README.md: its commands are accepted, and what it shows of saved weights acts in Gymnasium."""
+
+import re
+
+import gymnasium
+import numpy as np
+import pytest
+from conftest import ROOT, SCRIPTS, load
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^(?:python|uv run) (\w+\.py)([^#\n]*)", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("script", "flags"), COMMANDS)
+def test_commands_are_accepted(script, flags, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert load(script).parse_args(flags.split())
+
+
+def test_every_script_is_in_the_table():
+    assert all(f"| `{script}` |" in README for script in SCRIPTS)
+
+
+def test_saved_weights_balance_the_pole_of_gymnasium(monkeypatch, tmp_path):
+    """One run with default flags. It acts by README's lines of NumPy."""
+    monkeypatch.chdir(tmp_path)
+    results = load("parallel_td.py").main("--seed 100 --save learned.npz".split())
+    assert results["learned"]["greedy_return"].mean() >= 475  # solved
+    code = re.search(r"```python\n(import numpy.*?)```", README, re.DOTALL)[1]
+    env, steps, over = gymnasium.make("CartPole-v1"), 0, False
+    obs, _ = env.reset(seed=0)
+    while not over:
+        scope = {"obs": obs}
+        exec(code, scope)
+        obs, _, terminated, truncated, _ = env.step(scope["action"])
+        over, steps = terminated or truncated, steps + 1
+    assert steps > 400  # one episode of many, so a little less than their mean will do
