@@ -80,7 +80,7 @@ def parse_args(argv=None):
 
 
 # The algorithm, written for one run. `run` holds its flags. `run.seed` and swept flags are traced,
-# as all arrays are: use them in arithmetic, not as shapes, in `range` or in `if`. All other flags
+# like all arrays: use them in arithmetic, never as a shape, in `range` or in `if`. All other flags
 # are Python values. partial(f, run) fixes `run`, and vmap maps over the arguments that are left.
 #
 # A metric is an entry of the dictionary that `train_step` returns. It is averaged over the steps of
@@ -106,7 +106,7 @@ def is_goal(run, cell):
 
 
 def env_step(run, cell, action):
-    """Return the next cell (the same at a wall), the reward, and whether the episode ends."""
+    """Return the next cell (the same at a wall), the reward, and whether it is terminal."""
     next_cell = jnp.clip(cell + jnp.array(MOVES)[action], 0, jnp.array(run.grid_size) - 1)
     at_goal = is_goal(run, next_cell)
     return next_cell, jnp.where(at_goal, 1.0, 0.0), at_goal
@@ -255,7 +255,7 @@ def main(argv=None):
             state = next_state
             timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
-            # Log elsewhere here: wandb.log({name: np.nanmean(x) for name, x in metrics.items()})
+            # Log elsewhere here: wandb.log({key: np.nanmean(x) for key, x in history[-1].items()})
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
             print(f"step {timesteps.mean():,.0f}", *describe(metrics), speed, sep="  ", flush=True)
     except KeyboardInterrupt:  # Ctrl-C ends training early

@@ -72,11 +72,11 @@ class EnvState(environment.EnvState):
 class MountainCar(environment.Environment):
     """A gymnax environment.
 
-    A class needs num_actions, default_params (without it, the time limit is 1 step), step_env,
-    reset_env and the two spaces. `step` of the base class applies the time limit and resets an
-    episode that ended: so step_env must add 1 to `time`, and must not report the time limit as
-    terminated. A continuous action arrives with the shape of its space: Box(low, high, ()) gives a
-    number, Box(low, high, (1,)) an array.
+    A class needs default_params (without it, the time limit is 1 step), step_env, reset_env and the
+    two spaces. `step` of the base class applies the time limit and resets an episode that ended: so
+    step_env must add 1 to `time`, and must not report the time limit as terminated. A continuous
+    action has the shape of its space: Box(low, high, ()) gives a number, Box(low, high, (1,)) an
+    array.
     """
 
     name = "MountainCar-v0"
@@ -256,7 +256,7 @@ def main(argv=None):
     return results
 
 
-# From here on, nothing is about environments: the helpers of `parse_args` and `main`.
+# From here on, nothing is about environments: a fast cosine, and what `main` needs.
 
 MAX_AT_ONCE = 256  # cars vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {

@@ -47,7 +47,7 @@ from gymnax.wrappers import LogWrapper
 
 # What each observation is divided by, so that centers in [-1, 1] cover the states that matter.
 # To use another environment, add its scale here. With more dimensions, centers are farther away:
-# raise --sigma with the square root of the number of dimensions, or all features will be near 0.
+# try a larger --sigma, or all features will be near 0.
 OBS_SCALE = {
     "CartPole-v1": [2.4, 3.0, 0.2, 3.0],  # m, m/s, rad, rad/s: the limits, and typical speeds
     "Acrobot-v1": [1.0, 1.0, 1.0, 1.0, 6.0, 12.0],  # cos, sin (twice); rad/s: about half the limits
@@ -69,7 +69,7 @@ def parse_args(argv=None):
     flag("--total-timesteps", type=count, default=200_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
-    flag("--batch-size", type=count, default=16, help="transitions per update")
+    flag("--batch-size", type=count, default=16, help="transitions per update, at least --num-envs")
     sweep("--learning-rate", type=fraction, default=[0.06], help="initial value, falls to 0")
     sweep("--gamma", type=fraction, default=[0.99], help="discount factor")
     sweep("--epsilon", type=fraction, default=[0.25], help="probability of a random action")
@@ -93,15 +93,15 @@ def parse_args(argv=None):
 def make_env(args):
     """Make the environment of all runs, and its parameters. Wrap or change it here.
 
-    LogWrapper reports returns in the rewards of `env`, also if a wrapper around it shapes rewards.
+    LogWrapper reports the returns of `env`, even if a wrapper around it shapes the rewards.
     """
     env, env_params = gymnax.make(args.env_id)
     return LogWrapper(env), env_params
 
 
-# The algorithm, written for one run. `run` holds its flags. `run.seed` and swept flags are traced,
-# as all arrays are: use them in arithmetic, not as shapes, in `range` or in `if`. All other flags
-# are Python values. partial(f, run) fixes `run`, and vmap maps over the arguments that are left.
+# The algorithm, written for one run. `run` holds its flags, `env` and `env_params`. `run.seed` and
+# swept flags are traced, like all arrays: use them in arithmetic, never as a shape, in `range` or
+# `if`. All other flags are Python values. partial(f, run) fixes `run`; vmap maps over what is left.
 #
 # A metric is an entry of the dictionary that `td_loss` or `train_step` returns. It is averaged over
 # the updates of an interval, printed if it is one number, and saved.
@@ -114,7 +114,7 @@ class Transition(NamedTuple):
     action: jax.Array
     reward: jax.Array
     next_obs: jax.Array  # (D,) before the reset, if the episode ended
-    terminated: jax.Array  # true if next_obs is terminal; false at a time limit
+    terminated: jax.Array  # true if next_obs is terminal; false if only time has run out
 
 
 class TrainState(NamedTuple):
@@ -130,8 +130,8 @@ class TrainState(NamedTuple):
 def optimizer(run):
     """Make Adam, with a learning rate that falls linearly to 0 over num_updates steps.
 
-    freeze_mask keeps the centers as they are. Chain clipping or weight decay to `adam`, which sees
-    the weights alone. If you make m steps of Adam in an update, write m * run.num_updates.
+    If you make m steps in an update, write m * run.num_updates. freeze_mask keeps the centers as
+    they are. Chain clipping before `adam`, or use optax.adamw: they see the weights alone.
     """
     adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
     return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
@@ -168,7 +168,7 @@ def select_action(epsilon, q, uniform):
 
 
 def vector_step(run, state, _):
-    """Step N environments. Return their transitions, and what LogWrapper says of episodes."""
+    """Step N environments. Also return the transitions, and what LogWrapper says of episodes."""
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
     # One draw for all environments is faster than one for each.
@@ -190,7 +190,7 @@ def vector_step(run, state, _):
 
 
 def td_target(run, params, transition):
-    """Target of one transition: r + gamma max_a' Q(s', a'), or r if s' is terminal."""
+    """Target of one transition: r + gamma max_a' Q(s', a') by `params`, or r if s' is terminal."""
     next_q = q_values(run, params, transition.next_obs)  # (A,)
     next_value = jnp.where(transition.terminated, 0.0, jnp.max(next_q))
     return transition.reward + run.gamma * next_value
@@ -215,14 +215,14 @@ def train_step(run, state, _):
     state, (transitions, infos) = jax.lax.scan(step, state, length=run.batch_steps)
     ended = infos["returned_episode"]  # (T, N)
     batch = jax.tree.map(jnp.concatenate, transitions)  # step after step: (T, N) -> (B,)
-    # The targets are computed outside of the loss, so no gradient flows through them. Returns of n
-    # steps are made from these and `ended`. They need batch_steps >= n.
+    # The targets are computed outside of the loss, so no gradient flows through them. Make returns
+    # of n steps here, from rewards, `targets` and `ended`. They need batch_steps >= n.
     targets = jax.vmap(partial(td_target, run, state.params))(batch)  # (B,)
     grad, metrics = jax.grad(partial(td_loss, run), has_aux=True)(state.params, batch, targets)
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     state = state._replace(params=params, opt_state=opt_state)
-    # Where no episode ended, this return is that of an earlier one.
+    # LogWrapper repeats the last return in every step: count it only where an episode ended.
     return_sum = jnp.sum(infos["returned_episode_returns"], where=ended)
     return state, dict(**metrics, episodes=jnp.sum(ended), return_sum=return_sum)
 
@@ -312,7 +312,7 @@ def main(argv=None):
             state = next_state
             timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
-            # Log elsewhere here: wandb.log({name: np.nanmean(x) for name, x in metrics.items()})
+            # Log elsewhere here: wandb.log({key: np.nanmean(x) for key, x in history[-1].items()})
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
             print(f"step {timesteps.mean():,.0f}", *describe(metrics), speed, sep="  ", flush=True)
     except KeyboardInterrupt:  # Ctrl-C ends training early

@@ -92,14 +92,14 @@ def parse_args(argv=None):
 def make_env(args):
     """Make the environment of all runs, and its parameters. Wrap or change it here.
 
-    All returns are in its rewards, so they change if you shape these.
+    Returns are sums of its rewards, also if you shape them.
     """
     return gymnax.make(args.env_id)
 
 
-# The algorithm, written for one run. `run` holds its flags. `run.seed` and swept flags are traced,
-# as all arrays are: use them in arithmetic, not as shapes, in `range` or in `if`. All other flags
-# are Python values. partial(f, run) fixes `run`, and vmap maps over the arguments that are left.
+# The algorithm, written for one run. `run` holds its flags, `env` and `env_params`. `run.seed` and
+# swept flags are traced, like all arrays: use them in arithmetic, never as a shape, in `range` or
+# `if`. All other flags are Python values. partial(f, run) fixes `run`; vmap maps over what is left.
 #
 # A metric is an entry of the dictionary that `train_step` returns. It is averaged over the updates
 # of an interval (timesteps are summed), printed if it is one number, and saved. A mean over steps
@@ -352,7 +352,7 @@ def main(argv=None):
             state = next_state
             timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
             history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
-            # Log elsewhere here: wandb.log({name: np.nanmean(x) for name, x in metrics.items()})
+            # Log elsewhere here: wandb.log({key: np.nanmean(x) for key, x in history[-1].items()})
             speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
             print(f"step {timesteps.mean():,.0f}", *describe(metrics), speed, sep="  ", flush=True)
     except KeyboardInterrupt:  # Ctrl-C ends training early

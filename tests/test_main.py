@@ -213,11 +213,6 @@ def test_after_ctrl_c_a_command_has_saved_and_ends_a_loop_of_the_shell(tmp_path)
     assert np.load(tmp_path / "x.npz")["interrupted"]
 
 
-def test_one_run_takes_one_device(capsys):
-    script.main([])
-    assert numbers_in(capsys.readouterr().out.splitlines()[0])[:2] == [1, 1]  # run, device
-
-
 def test_copies_of_runs_that_fill_up_devices_are_in_no_result():
     results = script.main("--num-seeds 5".split())  # two on each of three devices: six
     equal(results["runs"]["seed"], np.arange(5))

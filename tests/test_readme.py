@@ -3,7 +3,6 @@
 import re
 
 import gymnasium
-import numpy as np
 import pytest
 from conftest import ROOT, SCRIPTS, load
 
