@@ -154,7 +154,7 @@ def test_greedy_steps_are_infinite_if_the_episode_ends_elsewhere(monkeypatch):
     assert greedy_steps([LEFT, LEFT], [UP, UP]) == 2
 
 
-def test_arrows_of_a_picture_point_where_greedy_actions_lead(monkeypatch):
+def test_a_picture_shows_mean_values_and_greedy_actions(monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
     q_table = np.zeros((3, 2, 3, 4))  # three agents, two rows, three columns
@@ -163,8 +163,9 @@ def test_arrows_of_a_picture_point_where_greedy_actions_lead(monkeypatch):
     q_table[2, 0, 2, DOWN] = 1
     settings = {"gamma 0.8": slice(0, 1), "gamma 0.9": slice(1, 3)}
     grid.draw(SimpleNamespace(plot="x.png"), settings, {"learned": {"q_table": q_table}})
-    panels = [axes for axes in figures[0].axes if axes.get_title() == "gamma 0.9"]
-    arrows = panels[0].findobj(Quiver)[0]
+    (panel,) = [axes for axes in figures[0].axes if axes.get_title() == "gamma 0.9"]
+    assert panel.images[0].get_array().tolist() == [[0, 0, 0.5], [0, 0.5, 0]]
+    arrows = panel.findobj(Quiver)[0]
     drawn = zip(arrows.X, arrows.Y, arrows.U, arrows.V, strict=True)  # column, row, right, down
     assert sorted(drawn) == [(1, 1, -1, 0), (2, 0, 0, 1)]
 

@@ -23,7 +23,7 @@ COMMANDS = {
     "replay_td.py": TD,
     "epsilon_decay_td.py": TD,
     "gridworld_qlearning.py": "--total-timesteps 2500 --save run.npz --plot grid.pdf",
-    "reinforce_parallel.py": "--num-envs 2 --num-iterations 3 --eval-episodes 2"
+    "reinforce_parallel.py": "--num-envs 2 --num-iterations 5 --eval-episodes 2"
     " --save run.npz --plot curve.svg --gif episode.gif",
     "mountaincar_env.py": "--num-envs 3 --num-episodes 7 --num-intervals 3 --save run.npz",
 }
