@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -198,13 +197,11 @@ def test_ctrl_c_before_the_first_line_ends_the_command(monkeypatch):
 
 def test_after_ctrl_c_a_command_has_saved_and_ends_a_loop_of_the_shell(tmp_path):
     flags = "--total-timesteps 1e7 --num-centers 9 --eval-episodes 2 --save".split()
-    process = subprocess.Popen(
-        [sys.executable, script.__file__, *flags, str(tmp_path / "x.npz")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # also in the background
-    )
+    command = [sys.executable, script.__file__, *flags, str(tmp_path / "x.npz")]
+    # In the background, tests ignore SIGINT. A program that they start would do so, too.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, handler)
     process.stdout.readline()  # the devices
     process.stdout.readline()  # the first progress line
     process.send_signal(signal.SIGINT)
