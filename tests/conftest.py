@@ -87,5 +87,11 @@ def watch(monkeypatch, owner, name, ordered=True):
     return records
 
 
+def halves(records):
+    """Divide a list of what two equal intervals did."""
+    middle = len(records) // 2
+    return records[:middle], records[middle:]
+
+
 def is_key(leaf):
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,17 +1,16 @@
-"""gridworld_qlearning.py: learning replayed in NumPy, exact values, its policy and its report.
+"""gridworld_qlearning.py: learning replayed in NumPy, exact values, its policy and its picture.
 
 The fixture `learning` trains in a grid with a trap, and records every step. Each test then checks
 one fact of that record.
 """
 
-import re
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit, one_run, watch
+from conftest import halves, jit, one_run, watch
 from matplotlib.figure import Figure
 from matplotlib.quiver import Quiver
 
@@ -40,15 +39,13 @@ def learning():
     patch.setattr(grid, "env_step", with_trap)
     steps = watch(patch, grid, "env_step")
     run = one_run(grid, FLAGS, learning_rate=0.5, gamma=0.8, epsilon=0.4)
-    train, state = jit(grid.train_interval, run), jit(grid.init_state, run)()
-    halves = []
+    train, state, lines = jit(grid.train_interval, run), jit(grid.init_state, run)(), []
     for _ in range(2):
         state, metrics = train(state)
-        jax.effects_barrier()
-        halves.append(SimpleNamespace(metrics=metrics, steps=steps[:]))
-        steps.clear()
+        lines.append(metrics)
+    jax.effects_barrier()
     patch.undo()
-    return SimpleNamespace(halves=halves, steps=halves[0].steps + halves[1].steps, last=state)
+    return SimpleNamespace(lines=lines, steps=steps, last=state)
 
 
 def test_moves_stay_inside_the_grid_and_end_at_the_goal(learning):
@@ -79,18 +76,11 @@ def test_each_step_is_an_update_of_q_learning(learning):
 
 
 def test_a_progress_line_shows_steps_and_rewards_per_episode(learning):
-    for half in learning.halves:
-        _, rewards, terminated = zip(*[step.out for step in half.steps], strict=True)
-        assert half.metrics["timesteps"] == len(half.steps) == 3000  # three blocks of 1,000
-        close(half.metrics["steps_per_episode"], 3000 / np.sum(terminated), rtol=1e-5)
-        close(half.metrics["returns"], np.sum(rewards) / np.sum(terminated), rtol=1e-4)
-
-
-def test_metrics_per_episode_are_nan_if_no_episode_ended(monkeypatch):
-    monkeypatch.setattr(grid, "env_step", lambda run, cell, action: (cell, -1.0, jnp.array(False)))
-    run = one_run(grid, FLAGS)
-    _, metrics = jax.jit(lambda: grid.train_interval(run, grid.init_state(run)))()
-    assert np.isnan(metrics["steps_per_episode"]) and np.isnan(metrics["returns"])
+    for line, steps in zip(learning.lines, halves(learning.steps), strict=True):
+        _, rewards, terminated = zip(*[step.out for step in steps], strict=True)
+        assert line["timesteps"] == len(steps) == 3000  # three blocks of 1,000
+        close(line["steps_per_episode"], 3000 / np.sum(terminated), rtol=1e-5)
+        close(line["returns"], np.sum(rewards) / np.sum(terminated), rtol=1e-4)
 
 
 # The best actions in a column of the grid: one to four of them. They lead to each of the columns.
@@ -144,11 +134,8 @@ def test_greedy_steps_are_counted_along_a_path():
     assert greedy_steps(*rows) == 11
 
 
-def test_greedy_steps_are_infinite_in_a_circle():
-    assert greedy_steps([LEFT, LEFT], [UP, DOWN]) == np.inf
-
-
-def test_greedy_steps_are_infinite_if_the_episode_ends_elsewhere(monkeypatch):
+def test_greedy_steps_are_infinite_if_an_episode_does_not_end_at_the_goal(monkeypatch):
+    assert greedy_steps([LEFT, LEFT], [UP, DOWN]) == np.inf  # it never ends
     monkeypatch.setattr(grid, "env_step", with_trap)
     assert greedy_steps([LEFT, LEFT], [UP, LEFT]) == np.inf  # into the trap, then to the goal
     assert greedy_steps([LEFT, LEFT], [UP, UP]) == 2
@@ -168,20 +155,3 @@ def test_a_picture_shows_mean_values_and_greedy_actions(monkeypatch):
     arrows = panel.findobj(Quiver)[0]
     drawn = zip(arrows.X, arrows.Y, arrows.U, arrows.V, strict=True)  # column, row, right, down
     assert sorted(drawn) == [(1, 1, -1, 0), (2, 0, 0, 1)]
-
-
-def test_the_report_describes_the_agents_of_a_setting():
-    q_table = np.zeros((4, 1, 2, 4))  # four agents, two cells
-    q_table[0, 0, 1, DOWN] = 9  # of another setting
-    q_table[1, 0, 1, LEFT] = 0.25
-    q_table[2, 0, 1, DOWN] = 0.5
-    q_table[3, 0, 1, UP] = 1.5
-    learned = {
-        "q_table": q_table,
-        "greedy_steps": np.array([8, 7, np.inf, 3]),
-        "start_value": q_table[:, 0, 1].max(axis=-1),
-    }
-    text = grid.report(learned, slice(1, 4))
-    numbers = sorted(float(number) for number in re.findall(r"inf|\d+\.?\d*", text))
-    # Values 0 and 1.5 / 3 of the mean table, the mean 2.25 / 3 of best values; 2 of 3 arrive.
-    assert numbers == [0, 0.5, 0.75, 2, 3, np.inf]

@@ -4,7 +4,7 @@ import re
 
 import gymnasium
 import pytest
-from conftest import ROOT, SCRIPTS, load
+from conftest import ROOT, load
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^python (\w+\.py)([^$\n]*)$", README, re.MULTILINE)  # no variables
@@ -14,10 +14,6 @@ COMMANDS = re.findall(r"^python (\w+\.py)([^$\n]*)$", README, re.MULTILINE)  # n
 def test_commands_are_accepted(script, flags, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert load(script).parse_args(flags.split())
-
-
-def test_every_script_is_in_the_table():
-    assert all(f"| `{script}` |" in README for script in SCRIPTS)
 
 
 def test_saved_weights_balance_the_pole_of_gymnasium(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import jit, one_run, watch
+from conftest import halves, jit, one_run, watch
 from gymnax.environments import spaces
 from scipy.special import softmax
 from scipy.stats import kstest, norm
@@ -56,18 +56,13 @@ def test_discrete_actions_have_the_probabilities_of_a_softmax():
     close([rp.log_prob(FOUR_ACTIONS, params, obs, action) for action in range(4)], np.log(p))
 
 
-def test_a_continuous_action_is_normal_around_its_mean():
+def test_continuous_actions_are_normal_around_their_mean():
     params, obs = random_params(2), np.ones(3)
     mean, std = forward(params, obs), np.exp(params["log_std"])
+    close(rp.greedy_action(TWO_NUMBERS, params, obs), mean)
     noise = (draw(TWO_NUMBERS, params, obs) - mean) / std
     assert all(kstest(column, norm.cdf).statistic < 2.5 / DRAWS**0.5 for column in noise.T)
     assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / DRAWS**0.5
-    close(rp.greedy_action(TWO_NUMBERS, params, obs), mean)
-
-
-def test_a_continuous_action_has_the_density_of_a_normal_one():
-    params, obs = random_params(2), np.ones(3)
-    mean, std = forward(params, obs), np.exp(params["log_std"])
     action = mean + np.array([1, -2])
     log_prob = jax.jit(jax.value_and_grad(partial(rp.log_prob, TWO_NUMBERS)))
     value, slope = log_prob(params, obs, action)
@@ -123,20 +118,10 @@ def test_the_reward_of_a_pendulum_is_that_of_its_torque():
     state = jit(rp.init_state, run)()
     episode, _ = jit(rp.play, run)(state.params, jax.random.key(0))
     cosine, sine, speed = episode.obs.T
+    assert np.abs(episode.action).max() > 1  # actions are kept as drawn, and clipped afterwards
     torque = 3 * episode.action[:, 0].clip(-1, 1)
     cost = np.arctan2(sine, cosine) ** 2 + 0.1 * speed**2 + 0.001 * torque**2
     close(episode.reward, -cost, rtol=1e-3)  # near the top, the angle loses digits
-
-
-def test_actions_are_kept_as_drawn_not_as_clipped():
-    """Normal around the mean, each step on its own: so their log-probabilities are right."""
-    run = one_run(rp, "--env-id Pendulum-v1")
-    state = jit(rp.init_state, run)()
-    keys = jax.random.split(jax.random.key(0), 20)  # of episodes of 200 steps
-    episodes, _ = jax.jit(jax.vmap(partial(rp.play, run, state.params)))(keys)
-    noise = np.ravel(episodes.action - forward(state.params, np.asarray(episodes.obs)))
-    assert kstest(noise, norm.cdf).statistic < 2.5 / len(noise) ** 0.5
-    assert len(set(noise.tolist())) > 0.99 * len(noise)  # none is repeated
 
 
 def test_a_network_starts_with_random_weights_of_known_size():
@@ -191,15 +176,13 @@ def train(sync):
     flags += f" --sync {sync} --learning-rate 0.05 --gamma 0.9 --gif x.gif"
     run = one_run(rp, flags, env=Pole(), env_params=params)
     updates = watch(patch, rp, "policy_loss")
-    state, interval, halves = jit(rp.init_state, run)(), jit(rp.train_interval, run), []
+    state, interval, lines = jit(rp.init_state, run)(), jit(rp.train_interval, run), []
     for _ in range(2):
         state, metrics = interval(state)
-        jax.effects_barrier()
-        halves.append(SimpleNamespace(metrics=metrics, updates=updates[:]))
-        updates.clear()
+        lines.append(metrics)
+    jax.effects_barrier()
     patch.undo()
-    updates = halves[0].updates + halves[1].updates
-    return SimpleNamespace(run=run, halves=halves, updates=updates, last=state.params)
+    return SimpleNamespace(run=run, lines=lines, updates=updates, last=state.params)
 
 
 @pytest.fixture(scope="module")
@@ -236,11 +219,12 @@ def test_truncation_learns_up_to_the_end_of_the_shortest_episode(truncated):
 
 @pytest.mark.parametrize("sync", ["learning", "truncated"])
 def test_a_progress_line_describes_whole_episodes(sync, request):
-    for half in request.getfixturevalue(sync).halves:
-        rewards = [replay(x)[1] for update in half.updates for x in episodes_of(update)]
+    record = request.getfixturevalue(sync)
+    for line, updates in zip(record.lines, halves(record.updates), strict=True):
+        rewards = [replay(x)[1] for update in updates for x in episodes_of(update)]
         assert len(rewards) == 15  # three updates from five episodes
-        assert half.metrics["timesteps"] == sum(map(len, rewards))
-        close(half.metrics["returns"], sum(map(sum, rewards)) / 15)
+        assert line["timesteps"] == sum(map(len, rewards))
+        close(line["returns"], sum(map(sum, rewards)) / 15)
 
 
 def test_advantages_are_discounted_returns_to_go_less_their_mean(learning):
@@ -276,24 +260,16 @@ def test_no_two_episodes_start_alike(learning):
     assert len(np.unique(starts, axis=0)) == 30  # 6 updates from 5 episodes
 
 
-@pytest.fixture(scope="module")
-def evaluation(learning):
-    """Seven greedy episodes of a policy that mostly pushes to where the pole leans or falls."""
+def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(learning):
+    """Seven episodes of a policy that mostly pushes to where the pole leans or falls."""
     falls = np.array([[0.0], [0.0], [10.0], [1.0]])  # 10 theta + theta_dot
     params = {"w0": falls, "b0": np.zeros(1), "w1": np.array([[-1.0, 1.0]]), "b1": np.zeros(2)}
     state = rp.TrainState(jax.random.key(0), params, None)
-    return jax.device_get(jit(rp.evaluate, learning.run)(state))
-
-
-def test_a_greedy_episode_has_the_most_probable_actions(evaluation):
-    episode, _ = evaluation["episode"]
+    evaluation = jax.device_get(jit(rp.evaluate, learning.run)(state))
+    returns, (episode, _) = evaluation["greedy_return"], evaluation["episode"]
     leans = 10 * episode.obs[:, 2] + episode.obs[:, 3]
     assert episode.action.tolist() == (leans > 0).tolist()
     assert 0 < episode.action.mean() < 1
-
-
-def test_greedy_returns_are_sums_of_the_rewards_of_episodes(evaluation):
-    returns, (episode, _) = evaluation["greedy_return"], evaluation["episode"]
     _, rewards = replay(episode)
     assert returns[0] == sum(rewards)
     assert returns.shape == (7,) and len(np.unique(returns)) > 1

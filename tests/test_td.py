@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import DECAY, PARALLEL, TRIO, jit, load, one_run, watch
+from conftest import DECAY, PARALLEL, TRIO, halves, jit, load, one_run, watch
 from gymnax.wrappers import LogWrapper
 
 close, equal = np.testing.assert_allclose, np.testing.assert_array_equal
@@ -82,18 +82,12 @@ def learning(request):
     first = jit(script.init_state, run)()
     # Not weights of 0, with which all targets would be alike, and a gradient through them be 0.
     first = with_weights(first, np.random.default_rng(0).normal(size=(2, 9)))
-    train, state, halves = jit(script.train_interval, run), first, []
+    train, state, lines = jit(script.train_interval, run), first, []
     for _ in range(2):
         state, metrics = train(state)
-        jax.effects_barrier()
-        seen = [transitions for _, (transitions, _) in (step.out for step in steps)]
-        before = [step.state.obs for step in steps]
-        half = {"metrics": metrics, "transitions": seen, "obs": before, "updates": updates[:]}
-        halves.append(SimpleNamespace(**half))
-        steps.clear()
-        updates.clear()
+        lines.append(metrics)
+    jax.effects_barrier()
     patch.undo()
-    updates = halves[0].updates + halves[1].updates
     # The parameters after each update: those before the next one.
     after = [update.params for update in updates[1:]] + [jax.device_get(state.params)]
     return SimpleNamespace(
@@ -101,9 +95,8 @@ def learning(request):
         run=run,
         first=first,
         last=state,
-        halves=halves,
-        transitions=halves[0].transitions + halves[1].transitions,  # of each vector step
-        obs=halves[0].obs + halves[1].obs,  # before each vector step
+        lines=lines,
+        transitions=[step.out[1][0] for step in steps],  # of the state, and (transitions, info)
         updates=updates,
         after=after,
     )
@@ -114,53 +107,53 @@ def test_steps_are_rounded_up_to_two_equal_intervals(learning):
     steps, updates = (144, 12) if learning.on_line else (160, 40)
     assert len(learning.transitions) * 4 == steps
     assert len(learning.updates) == updates
-    for half in learning.halves:
-        assert half.metrics["timesteps"] == steps / 2 and len(half.updates) == updates / 2
+    assert [line["timesteps"] for line in learning.lines] == [steps / 2] * 2
 
 
-def test_transitions_begin_where_the_environments_are_and_have_the_reward_of_the_action(learning):
-    for obs, transitions in zip(learning.obs, learning.transitions, strict=True):
-        equal(transitions.obs, obs)
-        close(transitions.reward, 3.25 + 1.5 * transitions.action)
-
-
-def test_transitions_end_where_those_of_gymnasium_end(learning):
+def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learning):
     """Also at the time limit, where the next episode has begun already."""
     env = gymnasium_pole()
     for transitions in learning.transitions:
-        for obs, action, _, next_obs, terminated in zip(*transitions, strict=True):
+        for obs, action, reward, next_obs, terminated in zip(*transitions, strict=True):
             env.state, env.steps_beyond_terminated = np.float64(obs), None
             expected, _, falls, *_ = env.step(int(action))
             assert terminated == falls
             close(next_obs, np.nan if falls else expected, rtol=1e-4, atol=1e-5)
+            close(reward, 3.25 + 1.5 * action)
 
 
 def test_an_episode_goes_on_from_its_next_observation_until_it_ends(learning):
-    length = np.zeros(4, int)
-    for transitions, next_obs in zip(learning.transitions[:-1], learning.obs[1:], strict=True):
+    equal(learning.transitions[0].obs, learning.first.obs)
+    length, starts = np.zeros(4, int), [*learning.transitions[0].obs]
+    for step, following in zip(learning.transitions[:-1], learning.transitions[1:], strict=True):
         length += 1
-        ended = transitions.terminated | (length == LIMIT)
-        equal(next_obs[~ended], transitions.next_obs[~ended])
-        assert np.all(np.abs(next_obs[ended]) <= 0.05)  # where Gymnasium's poles start
+        ended = step.terminated | (length == LIMIT)
+        equal(following.obs[~ended], step.next_obs[~ended])
+        starts += [*following.obs[ended]]
         length[ended] = 0
-
-
-def test_no_two_episodes_of_training_start_alike(learning):
-    starts = [obs.tobytes() for array in learning.obs for obs in array if np.all(abs(obs) <= 0.05)]
-    first = {obs.tobytes() for obs in learning.obs[0]}
-    assert len(first) == 4  # environments
-    assert len(starts) == len(set(starts)) > 12  # each environment has started three times and more
-
-
-STEPS_OF_AN_UPDATE = 3  # at least 10 transitions, from four environments
+    assert np.all(np.abs(starts) <= 0.05)  # where Gymnasium's poles start
+    # Each of four environments has started three times or more, always somewhere else.
+    assert len(np.unique(starts, axis=0)) == len(starts) > 12
 
 
 @pytest.mark.parametrize("learning", [PARALLEL], indirect=True)
 def test_the_on_line_learner_learns_from_each_transition_once(learning):
+    """An update has three steps: at least 10 transitions, from four environments."""
     for i, update in enumerate(learning.updates):
-        first = STEPS_OF_AN_UPDATE * i
-        seen = learning.transitions[first : first + STEPS_OF_AN_UPDATE]
+        seen = learning.transitions[3 * i : 3 * i + 3]
         jax.tree.map(equal, update.batch, jax.tree.map(lambda *parts: np.concatenate(parts), *seen))
+
+
+@pytest.mark.parametrize("learning", TRIO[1:], indirect=True)
+def test_replayed_transitions_are_as_they_were_seen(learning):
+    seen = {}  # by the observation in which they began
+    for transitions in learning.transitions:
+        for transition in zip(*transitions, strict=True):
+            seen[transition[0].tobytes()] = transition
+    for update in learning.updates:
+        for replayed in zip(*update.batch, strict=True):
+            for array, expected in zip(replayed, seen[replayed[0].tobytes()], strict=True):
+                equal(array, expected)
 
 
 def test_targets_bootstrap_from_what_follows_unless_it_is_terminal(learning):
@@ -210,54 +203,34 @@ def test_centers_stay_where_they_are(learning):
 
 
 def test_a_progress_line_shows_mean_errors_and_values(learning):
-    for half in learning.halves:
-        errors, values = zip(*[errors_of(learning, update) for update in half.updates], strict=True)
-        close(half.metrics["td_error"], np.mean(np.abs(errors)), rtol=1e-4)
-        close(half.metrics["q_value"], np.mean(values), rtol=1e-4)
+    for line, updates in zip(learning.lines, halves(learning.updates), strict=True):
+        errors, values = zip(*[errors_of(learning, update) for update in updates], strict=True)
+        close(line["td_error"], np.mean(np.abs(errors)), rtol=1e-4)
+        close(line["q_value"], np.mean(values), rtol=1e-4)
 
 
 def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learning):
     total, length = np.zeros(4), np.zeros(4, int)
-    for half in learning.halves:
+    for line, steps in zip(learning.lines, halves(learning.transitions), strict=True):
         returns = []
-        for transitions in half.transitions:
+        for transitions in steps:
             total, length = total + transitions.reward, length + 1
             ended = transitions.terminated | (length == LIMIT)
             returns += total[ended].tolist()
             total[ended], length[ended] = 0, 0
-        close(half.metrics["returns"], np.mean(returns), rtol=1e-5)
+        close(line["returns"], np.mean(returns), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", TRIO)
-def test_a_run_starts_with_weights_of_0(name):
+def test_a_run_starts_with_weights_of_0_and_with_centers_and_poles_of_its_seed(name):
     script = load(name)
-    assert not jit(script.init_state, run_of(script, ""))().params["weights"].any()
-
-
-@pytest.mark.parametrize("name", TRIO)
-def test_centers_are_spread_evenly_between_minus_1_and_1_and_depend_on_the_seed(name):
-    script = load(name)
-    states = [jit(script.init_state, run_of(script, "", seed=seed))() for seed in (1, 2)]
-    centers, others = (np.asarray(state.params["centers"]) for state in states)  # (4, 500)
+    one, other = [jit(script.init_state, run_of(script, "", seed=seed))() for seed in (1, 2)]
+    assert not one.params["weights"].any()
+    centers = np.asarray(one.params["centers"])  # (4, 500)
     assert -1 <= centers.min() < -0.99 and 0.99 < centers.max() <= 1
-    assert np.all(np.abs(centers.mean(axis=1)) < 5 * np.sqrt(1 / 3 / 500))
-    assert not np.any(centers == others)
-
-
-@pytest.mark.parametrize("name", TRIO[1:])
-def test_each_seed_and_each_update_draws_another_batch(name, monkeypatch):
-    """The buffer holds one vector step, so the environments in a batch tell what was drawn."""
-    script, drawn = load(name), []
-    updates = watch(monkeypatch, script, "td_loss")
-    for seed in (1, 2):
-        run = run_of(script, "--buffer-size 4 --batch-size 20 --num-centers 3", seed=seed)
-        state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
-        for _ in range(3):
-            began = [obs.tobytes() for obs in np.asarray(state.obs)]
-            state, _ = train_step(state, None)
-            jax.effects_barrier()
-            drawn.append([began.index(obs.tobytes()) for obs in updates[-1].batch.obs])
-    assert len(np.unique(drawn, axis=0)) == 6
+    assert np.all(np.abs(centers.mean(axis=1)) < 5 * np.sqrt(1 / 3 / 500))  # spread evenly
+    assert not np.any(centers == other.params["centers"])
+    assert not np.any(one.obs == other.obs)
 
 
 @pytest.mark.parametrize("name", TRIO[1:])
@@ -268,34 +241,18 @@ def test_batches_are_drawn_evenly_from_the_last_ten_transitions(name, monkeypatc
     updates = watch(monkeypatch, script, "td_loss")
     state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
     began = []  # the observations in which the transitions so far began, which no two share
+    places = set()  # in the buffer, of the first twenty draws of each update
     for _ in range(7):
         began += [obs.tobytes() for obs in np.asarray(state.obs)]
         state, _ = train_step(state, None)
         jax.effects_barrier()
-        drawn = collections.Counter(obs.tobytes() for obs in updates[-1].batch.obs)
-        assert drawn.keys() == set(began[-10:])
-        expected = 20000 / len(drawn)
-        assert all(abs(times - expected) < 5 * expected**0.5 for times in drawn.values())
-
-
-@pytest.mark.parametrize("name", TRIO[1:])
-def test_batches_hold_transitions_as_they_were_stored(name, monkeypatch):
-    script = load(name)
-    run = run_of(script, "--buffer-size 10 --batch-size 50 --num-centers 3", learning_rate=0.0)
-    steps = watch(monkeypatch, script, "vector_step")
-    updates = watch(monkeypatch, script, "td_loss")
-    state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
-    for _ in range(7):
-        state, _ = train_step(state, None)
-    jax.effects_barrier()
-    stored = {}
-    for step in steps:
-        _, (transitions, _) = step.out
-        for row in zip(*transitions, strict=True):
-            stored[row[0].tobytes()] = row  # by the observation in which it began
-    for row in zip(*updates[-1].batch, strict=True):
-        for drawn, kept in zip(row, stored[row[0].tobytes()], strict=True):
-            equal(drawn, kept)
+        drawn = [obs.tobytes() for obs in updates[-1].batch.obs]
+        times = collections.Counter(drawn)
+        assert times.keys() == set(began[-10:])
+        expected = 20000 / len(times)
+        assert all(abs(number - expected) < 5 * expected**0.5 for number in times.values())
+        places.add(tuple(began.index(obs) % 10 for obs in drawn[:20]))
+    assert len(places) == 7  # each update has drawn others
 
 
 @pytest.mark.parametrize("name", TRIO)
@@ -312,7 +269,7 @@ def test_actions_are_random_with_probability_epsilon(name, monkeypatch):
     for epsilon in decays if name == DECAY else [0.6] * 4:
         state, metrics = train_step(state, None)
         jax.effects_barrier()
-        _, (transitions, _) = steps[-1].out
+        transitions = steps[-1].out[1][0]
         for worse in (0, 2):
             taken, expected = np.sum(transitions.action == worse), 2000 * epsilon
             assert abs(taken - expected) < 5 * np.sqrt(expected)
@@ -325,13 +282,15 @@ def test_the_parameters_returned_play_in_gymnasium_as_they_were_evaluated(name, 
     script = load(name)
     run = run_of(script, "--num-centers 9 --eval-episodes 3")
     first, evaluate = jit(script.init_state, run)(), jit(script.evaluate, run)
-    starts = watch(monkeypatch, Pole, "reset", ordered=False)
+    resets = watch(monkeypatch, Pole, "reset", ordered=False)
     env, lengths = gymnasium_pole(), set()
     for weights in np.random.default_rng(1).normal(size=(20, 2, 9)):
-        starts.clear()
+        resets.clear()
         learned = jax.device_get(evaluate(with_weights(first, weights)))
         jax.effects_barrier()
-        episodes = [play_greedily(env, start.out[0], run, learned["params"]) for start in starts]
+        starts = [reset.out[0] for reset in resets]
+        assert len(np.unique(starts, axis=0)) == 3
+        episodes = [play_greedily(env, obs, run, learned["params"]) for obs in starts]
         returns, of_each = zip(*episodes, strict=True)
         equal(np.sort(learned["greedy_return"]), np.sort(returns))
         lengths.update(of_each)
@@ -348,20 +307,3 @@ def play_greedily(env, obs, run, params):
         terminated = env.step(action)[2]
         total, length = total + 3.25 + 1.5 * action, length + 1
     return total, length
-
-
-@pytest.mark.parametrize("name", TRIO)
-def test_every_run_and_every_episode_starts_somewhere_else(name, monkeypatch):
-    script = load(name)
-    starts = watch(monkeypatch, Pole, "reset", ordered=False)
-
-    @jax.jit
-    def start_and_evaluate(seed):
-        run = run_of(script, "--num-centers 3 --eval-episodes 6", seed=seed)
-        return script.evaluate(run, script.init_state(run))
-
-    for seed in range(5):
-        start_and_evaluate(seed)
-    jax.effects_barrier()
-    places = {start.out[0].tobytes() for start in starts}
-    assert len(starts) == len(places) == 5 * (4 + 6)  # environments, and greedy episodes
