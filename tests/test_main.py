@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import GRID, ROOT
 from matplotlib.figure import Figure
 
 import parallel_td as script
@@ -178,8 +179,8 @@ def test_ctrl_c_keeps_what_the_lines_so_far_show(lines, monkeypatch, tmp_path):
 
 
 def test_after_ctrl_c_a_command_has_saved_and_ends_a_loop_of_the_shell(tmp_path):
-    flags = "--total-timesteps 1e7 --num-centers 9 --eval-episodes 2 --save".split()
-    command = [sys.executable, script.__file__, *flags, str(tmp_path / "x.npz")]
+    flags = ["--total-timesteps", "2e9", "--num-intervals", "1000", "--save", tmp_path / "x.npz"]
+    command = [sys.executable, ROOT / GRID, *flags]
     # In the background, tests ignore SIGINT. A program that they start would do so, too.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
