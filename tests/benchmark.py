@@ -4,8 +4,8 @@
 
 The sections are `learning`, `ablations`, `padding`, `tasks`, `seconds` and `figure`. On two cores,
 `tasks` takes about fifty minutes, and the others less than half an hour each. A section draws its
-pictures, and writes its tables between two marks in tests/RESULTS.md. What stands around the marks
-is written by hand: read it again after a section has run.
+pictures, and replaces its part of tests/RESULTS.md, from a mark to the line that says when it was
+measured. What stands around it is written by hand: read it again after a section has run.
 """
 
 import argparse
@@ -144,39 +144,17 @@ def dots(axes, rows):
 
 
 def learning():
-    """All learners on fresh seeds. A picture compares constant epsilons with the decay."""
-    figure = Figure(figsize=(8, 3), layout="constrained", dpi=120)
-    left, right = figure.subplots(1, 2)
-    constants = [(REPLAY, f"--epsilon {epsilon}") for epsilon in (0.05, 0.1, 0.15, 0.2)]
+    """All learners on fresh seeds, and replay_td.py with smaller epsilons."""
+    small = [(REPLAY, "--epsilon 0.05"), (REPLAY, "--epsilon 0.1")]
     rows = []
-    for script, flags in [(PARALLEL, ""), *constants, (REPLAY, ""), (DECAY, ""), (REINFORCE, "")]:
+    for script, flags in [(PARALLEL, ""), *small, (REPLAY, ""), (DECAY, ""), (REINFORCE, "")]:
         result = run(script, f"{flags} --num-seeds {200 if flags else 400} {FRESH}")
         rows.append([f"`{script} {flags}".strip() + "`", *cartpole_cells(result)])
-        if script == REPLAY:
-            draw_failures(left, right, flags.removeprefix("--epsilon ") or "0.25", "C0", result)
-        if script == DECAY:
-            draw_failures(left, right, "decay", "C1", result)
-    left.set(xlabel="thousand steps to the first line at 475", ylabel="runs that fail, %")
-    right.set(xlabel="training return at the end")
-    figure.savefig(PICTURES / "epsilon.png")
     grid = run(GRID, f"--num-seeds 400 {FRESH}")
     arrive = np.isfinite(grid.saved["learned.greedy_steps"]).sum()
     error = np.abs(grid.saved["learned.start_value"] - 0.9**17).max()
     text = f"`{GRID}`: {arrive} of 400 agents reach the goal. The largest error of the value of"
-    return f"{table(['command', *CARTPOLE_HEAD], rows)}\n{text} the start is {error:.0e}.\n"
-
-
-def draw_failures(left, right, label, color, result):
-    """Draw the percentage of failed runs, with its 95 % Wilson interval, over two quantities."""
-    failed, n, z = np.mean(greedy_means(result) < 475), len(result.saved["runs.seed"]), 1.96
-    center = (failed + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z * np.sqrt(failed * (1 - failed) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
-    error = [[100 * (failed - center + half)], [100 * (center + half - failed)]]
-    first, last = np.median(first_at_475(result)) / 1e3, np.mean(last_returns(result))
-    for axes, x in (left, first), (right, last):
-        axes.errorbar([x], [100 * failed], error, fmt="o", color=color, capsize=3)
-        axes.annotate(label, (x, 100 * failed), (6, 4), textcoords="offset points")
-        axes.margins(x=0.2)
+    return f"{table(['command', *CARTPOLE_HEAD], rows)}\n{text} the start is {error:.0e}."
 
 
 def ablations():
@@ -217,16 +195,15 @@ def ablations():
     figure.savefig(PICTURES / "ablations.png")
     rows = [[what, *cartpole_cells(result)] for what, result in visible]
     rest = [f"{cartpole_cells(result)[0]} runs pass with {what}" for what, result in others]
-    unseen = f"Other changes of `{REPLAY}`: {'; '.join(rest)}.\n"
+    unseen = f"Other changes of `{REPLAY}`: {'; '.join(rest)}."
 
     grid = []
     for what, text in ("Q-learning", None), ("expected_sarsa.patch", expected_sarsa):
-        for epsilon in 0.1, 0.3:
-            saved = run(GRID, f"--epsilon {epsilon} --num-seeds 20", text).saved
-            start, steps = saved["learned.start_value"], saved["curves.steps_per_episode"][-1]
-            grid.append([what, epsilon, mean(start, 5), mean(steps, 2)])
-    head = [f"`{GRID}`", "epsilon", "value of the start", "steps of a training episode"]
-    return f"{table(['change', *CARTPOLE_HEAD], rows)}\n{unseen}\n{table(head, grid)}"
+        saved = run(GRID, "--epsilon 0.3 --num-seeds 20", text).saved
+        start, steps = saved["learned.start_value"], saved["curves.steps_per_episode"][-1]
+        grid.append(f"{what} {mean(start, 4)} and {mean(steps, 2)}")
+    head = f"`{GRID} --epsilon 0.3`, value of the start and steps of a training episode"
+    return f"{table(['change', *CARTPOLE_HEAD], rows)}\n{unseen}\n{head}: {'; '.join(grid)}."
 
 
 CONTINUOUS = (
@@ -287,11 +264,12 @@ def seconds():
     one = np.median([[seconds_of(script) for script in SCRIPTS] for _ in range(5)], axis=0)
     many = [[seconds_of(script, "--num-seeds 20") for script in CARTPOLE] for _ in range(3)]
     with_20_seeds = dict(zip(CARTPOLE, np.median(many, axis=0)[:, 0], strict=True))
-    rows = []
+    words = []
     for script, (whole, compiling) in zip(SCRIPTS, one, strict=True):
-        last = f"{with_20_seeds[script]:.1f}" if script in CARTPOLE else ""
-        rows.append([f"`{script}`", f"{whole:.1f}", f"{compiling:.1f}", last])
-    return table(["script", "seconds", "of these, compiling", "with `--num-seeds 20`"], rows)
+        words.append(f"`{script}` {whole:.1f} ({compiling:.1f})")
+        if script in CARTPOLE:
+            words[-1] += f", with 20 seeds {with_20_seeds[script]:.1f}"
+    return f"Seconds of a command (of these, compiling): {'; '.join(words)}."
 
 
 def seconds_of(script, flags=""):
@@ -318,10 +296,8 @@ def figure():
         curves[script] = times, returns, solved
         words.append(f"`{script}` {times[0]:.1f}, {times[solved]:.1f}, {times[-1]:.1f}")
     draw_curves(curves)
-    head = (
-        "Seconds until training begins, until the median is first at 475, and until training ends"
-    )
-    return f"{head}: {'; '.join(words)}.\n"
+    head = "Seconds until training begins, the median is first at 475, and training ends"
+    return f"{head}: {'; '.join(words)}."
 
 
 def greedy_curve(script, flags, unchanged):
@@ -381,11 +357,11 @@ def write(name, text):
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "optax", "gymnax"))
     machine = f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}, {packages}"
-    stamp = f"Measured on {date.today()}, commit {commit}: {machine}."
-    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
-    before, rest = RESULTS.read_text().split(begin)
-    _, after = rest.split(end)
-    RESULTS.write_text(f"{before}{begin}{text}\n{stamp}\n{end}{after}")
+    stamp = f"Measured on {date.today()}, commit {commit}: {machine}.\n"
+    mark = f"<!-- {name} -->\n"
+    before, rest = RESULTS.read_text().split(mark)
+    _, after = re.split(r"^Measured on .*\n", rest, maxsplit=1, flags=re.MULTILINE)
+    RESULTS.write_text(f"{before}{mark}{text}\n{stamp}{after}")
 
 
 def main():
