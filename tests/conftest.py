@@ -40,16 +40,16 @@ def load(script):
     return importlib.import_module(script.removesuffix(".py"))
 
 
-def one_run(script, flags="", **own):
+def one_run(script, flags="", **values):
     """Make what a function of one run takes as `run`: of swept flags, the first value.
 
-    `own` has other values: of flags, of the environment `env`, or of its parameters `env_params`.
+    `values` are other ones: of flags, of the environment `env`, or of its parameters `env_params`.
     """
     args = script.parse_args(flags.split())
     run = {name: x[0] if isinstance(x, list) else x for name, x in vars(args).items()}
     if hasattr(script, "make_env"):
         run["env"], run["env_params"] = script.make_env(args)
-    return SimpleNamespace(**{**run, **own})
+    return SimpleNamespace(**{**run, **values})
 
 
 def jit(function, run):
@@ -61,9 +61,8 @@ def watch(monkeypatch, owner, name, ordered=True):
     """Return a list that gets a record of each call of a function of a script (or of a class).
 
     A record has the arguments by name, and what was returned as `out`, all as NumPy arrays. Wait
-    for the last one by jax.effects_barrier(). A function that is vmapped is called once for many,
-    and cannot be watched in order: with ordered=False, there is a record for each of the many, in
-    any order.
+    for the last one by jax.effects_barrier(). Under vmap, say ordered=False: there is a record for
+    each of the many, in any order.
     """
     records, function = [], getattr(owner, name)
     signature = inspect.signature(function)

@@ -23,7 +23,10 @@ DIFFERENT = {
     "parse_args": ([], "each script has flags of its own"),
     "make_env": ([TRIO], "only the linear learners need a wrapper that counts returns"),
     "main": ([[*TRIO, GRID]], "REINFORCE has --gif; the car learns nothing"),
-    "compile_over_runs": ([[*TRIO, REINFORCE], [GRID, CAR]], "these make an environment"),
+    "compile_over_runs": (
+        [[*TRIO, REINFORCE], [GRID, CAR]],
+        "the first group makes an environment",
+    ),
     "TrainState": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
     "Step": ([], "REINFORCE keeps what its loss needs, the car what --save writes"),
     "optimizer": ([TRIO], "only the linear learners have constants, the centers"),

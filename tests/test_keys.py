@@ -15,7 +15,7 @@ FLAGS = {
 }
 
 
-def use(run, params, key):
+def one_draw(run, params, key):
     """Stand in for an episode."""
     return jax.random.normal(key)
 
@@ -24,8 +24,8 @@ def use(run, params, key):
 def test_no_key_is_used_twice_in_evaluation_and_in_the_training_after_it(name, monkeypatch):
     script = load(name)
     run = one_run(script, FLAGS.get(name, FEW_STEPS))
-    if name in TRIO:  # the checker cannot follow greedy episodes that are vmapped: see below
-        monkeypatch.setattr(script, "greedy_return", use)
+    if name in TRIO:  # the checker cannot follow their episodes under vmap: the next test has one
+        monkeypatch.setattr(script, "greedy_return", one_draw)
 
     @jax.jit
     def evaluate_and_train():

@@ -72,11 +72,6 @@ def test_spaces_are_those_of_gymnax():
     equal(np.array([box.low, box.high]), np.array([other.low, other.high]))
 
 
-def test_the_cosine_suits_wider_tracks():
-    x = np.linspace(-60, 60, 10001, dtype=np.float32)
-    close(car.cosine(x), np.cos(x.astype(float)), atol=1e-5)
-
-
 class Costly(car.MountainCar):
     """An action costs its number, and a car starts with the velocity that the goal demands."""
 
@@ -100,6 +95,13 @@ def rollout(tmp_path_factory):
     results = car.main([*flags, "--save", str(path)])
     patch.undo()
     return SimpleNamespace(curves=results["curves"], **results["steps"]._asdict())
+
+
+def test_the_rollout_has_episodes_of_each_length_and_cars_at_all_bounds(rollout):
+    ended = np.any(rollout.mask & rollout.terminated, axis=2)
+    assert set(rollout.mask.sum(axis=2)[ended]) == set(range(1, LIMIT + 1))
+    for axis, bound in (0, -1.22), (0, 0.4), (1, -0.05), (1, 0.05):  # walls, top speeds
+        assert np.mean(rollout.next_obs[..., axis] == np.float32(bound)) > 0.001
 
 
 # A part of all episodes, since Gymnasium plays one step at a time.
@@ -129,13 +131,6 @@ def test_the_mask_is_true_until_an_episode_ends(rollout):
         ends = np.flatnonzero(rollout.terminated[place])
         length = ends[0] + 1 if len(ends) else LIMIT
         equal(rollout.mask[place], np.arange(LIMIT) < length)
-
-
-def test_the_rollout_has_episodes_of_each_length_and_cars_at_all_bounds(rollout):
-    ended = np.any(rollout.mask & rollout.terminated, axis=2)
-    assert set(rollout.mask.sum(axis=2)[ended]) == set(range(1, LIMIT + 1))
-    for axis, bound in (0, -1.22), (0, 0.4), (1, -0.05), (1, 0.05):  # walls, top speeds
-        assert np.mean(rollout.next_obs[..., axis] == np.float32(bound)) > 0.001
 
 
 def test_a_line_describes_the_episodes_of_each_car(rollout):

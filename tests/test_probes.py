@@ -2,7 +2,8 @@
 
 They are the first thing to try on a changed learner (Jones, "Debugging RL, without the agonizing
 pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
-look: at the loss, the features, the discount, the actions, the time limit, or the end of episodes.
+look: at the loss, the features, the discount, the maximum over next actions, the actions, the time
+limit, or the end of episodes.
 """
 
 import jax
@@ -83,6 +84,13 @@ class Later(Constant):
         return jnp.where(state.time == 1, 1.0, 0.0)
 
 
+class Best(Later):
+    """The second action pays: 0 or 1. Does the value count on the best action that follows?"""
+
+    def reward(self, state, action):
+        return jnp.where(state.time == 1, action, 0.0)
+
+
 class Choice(Constant):
     """Three actions have rewards of -1, 0 and 1. Do values depend on the action?"""
 
@@ -141,6 +149,7 @@ VALUES = {
     Constant: {0: (1, 1)},
     Light: {-1: (-1, -1), 1: (1, 1)},
     Later: {0: (GAMMA, GAMMA), 1: (1, 1)},
+    Best: {0: (GAMMA, GAMMA), 1: (0, 1)},
     Choice: {0: (-1, 0, 1)},
     Match: {-1: (1, -1), 1: (-1, 1)},
     Memory: {0: (-GAMMA, GAMMA), -1: (-1, -1), 1: (1, 1)},

@@ -1,10 +1,10 @@
-"""README.md: its commands are accepted, and what it shows of saved weights acts in Gymnasium."""
+"""README.md: its commands are accepted, default flags solve the task, saved weights can act."""
 
 import re
 
 import gymnasium
 import pytest
-from conftest import ROOT, load
+from conftest import DECAY, REINFORCE, REPLAY, ROOT, load
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^python (\w+\.py)([^$\n]*)$", README, re.MULTILINE)  # no variables
@@ -14,6 +14,12 @@ COMMANDS = re.findall(r"^python (\w+\.py)([^$\n]*)$", README, re.MULTILINE)  # n
 def test_commands_are_accepted(script, flags, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert load(script).parse_args(flags.split())
+
+
+@pytest.mark.parametrize("script", [REPLAY, DECAY, REINFORCE])
+def test_a_run_with_default_flags_solves_the_task(script):
+    results = load(script).main("--seed 100".split())
+    assert results["learned"]["greedy_return"].mean() >= 475
 
 
 def test_saved_weights_balance_the_pole_of_gymnasium(monkeypatch, tmp_path):

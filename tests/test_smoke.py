@@ -27,7 +27,7 @@ COMMANDS = {
     " --save run.npz --plot curve.svg --gif episode.gif",
     "mountaincar_env.py": "--num-envs 3 --num-episodes 7 --num-intervals 3 --save run.npz",
 }
-SWEEP = "--num-seeds 3 --gamma 0.5 0.75 --num-intervals 3"  # six runs
+SWEEP = "--num-seeds 2 --gamma 0.5 0.75 --num-intervals 3"  # four runs
 SWEPT = [script for script in COMMANDS if script != "mountaincar_env.py"]  # which has no such flags
 
 
@@ -63,9 +63,9 @@ def test_writes_the_files_that_were_asked_for_and_no_others(script):
 
 
 @pytest.mark.parametrize("script", SWEPT)
-def test_saves_three_lines_of_six_runs(script):
+def test_saves_three_lines_of_four_runs(script):
     *_, folder = run(script)
     with np.load(folder / "run.npz") as saved:
-        assert saved["curves.returns"].shape == saved["curves.timesteps"].shape == (3, 6)
-        assert saved["runs.seed"].tolist() == [0, 1, 2, 0, 1, 2]
-        np.testing.assert_allclose(saved["runs.gamma"], [0.5, 0.5, 0.5, 0.75, 0.75, 0.75])
+        assert saved["curves.returns"].shape == saved["curves.timesteps"].shape == (3, 4)
+        assert saved["runs.seed"].tolist() == [0, 1, 0, 1]
+        np.testing.assert_allclose(saved["runs.gamma"], [0.5, 0.5, 0.75, 0.75])
