@@ -117,8 +117,10 @@ def test_default_runs_find_the_exact_value_of_the_start(default_runs):
     close(default_runs["learned"]["q_table"][:, 7, 11].max(axis=1), exact, rtol=1e-4)
 
 
-def test_default_runs_find_a_shortest_path(default_runs):
+def test_default_runs_find_a_shortest_path_each_in_its_own_way(default_runs):
     assert default_runs["learned"]["greedy_steps"].tolist() == [18] * 4
+    first, second, *_ = default_runs["curves"]["steps_per_episode"][0]
+    assert first != second  # of two seeds
 
 
 def greedy_steps(*rows):
