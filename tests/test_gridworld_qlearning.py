@@ -4,6 +4,7 @@ The fixture `learning` trains in a grid with a trap, and records every step. Eac
 one fact of that record.
 """
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -143,15 +144,20 @@ def test_greedy_steps_are_infinite_if_an_episode_does_not_end_at_the_goal(monkey
     assert greedy_steps([LEFT, LEFT], [UP, UP]) == 2
 
 
-def test_a_picture_shows_mean_values_and_greedy_actions(monkeypatch):
+def test_a_setting_is_reported_and_drawn_with_its_means(monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
     q_table = np.zeros((3, 2, 3, 4))  # three agents, two rows, three columns
     q_table[0, 0, 2, UP] = 9  # of another setting
     q_table[1, 1, 1, LEFT] = 1
     q_table[2, 0, 2, DOWN] = 1
+    steps, start_value = np.array([8, np.inf, 3]), np.array([9, 0.25, 1.25])
+    learned = {"q_table": q_table, "greedy_steps": steps, "start_value": start_value}
+    numbers = re.findall(r"inf|\d+\.?\d*", grid.report(learned, slice(1, 3)))
+    # Four cells are 0, and two 1 / 2. The mean of the start is 0.75, and 1 of 2 agents arrives.
+    assert sorted(map(float, numbers)) == [0, 0, 0, 0, 0.5, 0.5, 0.75, 1, 2, np.inf]
     settings = {"gamma 0.8": slice(0, 1), "gamma 0.9": slice(1, 3)}
-    grid.draw(SimpleNamespace(plot="x.png"), settings, {"learned": {"q_table": q_table}})
+    grid.draw(SimpleNamespace(plot="x.png"), settings, {"learned": learned})
     (panel,) = [axes for axes in figures[0].axes if axes.get_title() == "gamma 0.9"]
     assert panel.images[0].get_array().tolist() == [[0, 0, 0.5], [0, 0.5, 0]]
     arrows = panel.findobj(Quiver)[0]

@@ -30,12 +30,14 @@ def test_no_key_is_used_twice_in_evaluation_and_in_the_training_after_it(name, m
     @jax.jit
     def evaluate_and_train():
         state = script.init_state(run)
-        if name == CAR:  # it learns nothing
-            return script.rollout(run, state)
-        return script.evaluate(run, state), script.train_interval(run, state)
+        if name == CAR:  # it learns nothing, and its state is a key
+            return state, script.rollout(run, state)[0]
+        results, (after, _) = script.evaluate(run, state), script.train_interval(run, state)
+        return state.key, after.key, results
 
     with jax.debug_key_reuse(True):
-        evaluate_and_train()
+        before, after, *_ = evaluate_and_train()
+    assert before != after  # the next interval has other keys
 
 
 @pytest.mark.parametrize("name", TRIO)

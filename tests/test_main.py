@@ -193,7 +193,6 @@ def test_after_ctrl_c_a_command_has_saved_and_ends_a_loop_of_the_shell(tmp_path)
     ("num_runs", "num_devices", "at_once", "padded"),
     [
         (1, 1, 1, 1),
-        (9, 3, 3, 9),  # three on each, all at once
         (22, 4, 3, 24),  # six on each: two batches of three
         (18, 4, 3, 24),  # five on each: batches of three and two would be compiled apart
     ],

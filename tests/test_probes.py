@@ -2,8 +2,7 @@
 
 They are the first thing to try on a changed learner (Jones, "Debugging RL, without the agonizing
 pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
-look: at the loss, the features, the discount, the maximum over next actions, the actions, the time
-limit, or the end of episodes.
+look: at the loss, features, discount, maximum over next actions, actions, or the time limit.
 """
 
 import jax
@@ -137,13 +136,6 @@ class Aim(Light):
         return spaces.Box(-1.0, 3.0, (1,))
 
 
-class NanAtTheEnd(Constant):
-    """What is observed after the last step is nan. Is it kept out of the target?"""
-
-    def see(self, state):
-        return jnp.where(state.time == 1, jnp.nan, jnp.zeros(1))
-
-
 # The values of all actions in some observations.
 VALUES = {
     Constant: {0: (1, 1)},
@@ -154,7 +146,6 @@ VALUES = {
     Match: {-1: (1, -1), 1: (-1, 1)},
     Memory: {0: (-GAMMA, GAMMA), -1: (-1, -1), 1: (1, 1)},
     Endless: {0: (1 / (1 - GAMMA), 1 / (1 - GAMMA))},
-    NanAtTheEnd: {0: (1, 1)},
 }
 
 

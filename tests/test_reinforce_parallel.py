@@ -73,9 +73,10 @@ def test_continuous_actions_are_normal_around_their_mean():
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
 def test_continuous_actions_are_clipped_and_scaled_to_their_space(shape):
     run = run_with(spaces.Box(np.full(shape, -1.0), np.full(shape, 3.0), shape))
-    for of_policy, expected in (-2, -1), (-1, -1), (0.5, 2), (7, 3):
-        action = rp.to_env(run, np.full(int(np.prod(shape)), of_policy))
-        assert action.shape == shape and np.all(action == expected)
+    of_policy = np.linspace(-2, 2, int(np.prod(shape)))
+    expected = 1 + 2 * of_policy.clip(-1, 1).reshape(shape)
+    action = rp.to_env(run, of_policy)
+    assert action.shape == shape and np.allclose(action, expected)
 
 
 # Episodes of at most three steps: action 0 ends an episode, action 1 goes on. So there are four.
@@ -126,11 +127,13 @@ def test_the_reward_of_a_pendulum_is_that_of_its_torque():
 
 def test_a_network_starts_with_random_weights_of_known_size():
     flags = "--env-id Pendulum-v1 --hidden-size 999"
-    params, other = (jit(rp.init_state, one_run(rp, flags, seed=seed))().params for seed in (3, 4))
+    state, other = [jit(rp.init_state, one_run(rp, flags, seed=seed))() for seed in (3, 4)]
+    params = state.params
     assert kstest(np.ravel(params["w0"]) * 3**0.5, norm.cdf).pvalue > 1e-5  # three inputs
     assert kstest(np.ravel(params["w1"]) / 0.01, norm.cdf).pvalue > 1e-5  # nearly equal actions
     assert not params["b0"].any() and not params["b1"].any() and not params["log_std"].any()
-    assert not np.any(params["w0"] == other["w0"])  # the seed decides
+    assert not np.any(params["w0"] == other.params["w0"])  # the seed decides
+    assert state.key != other.key
 
 
 LIMIT = 20  # steps: some poles fall before
@@ -227,8 +230,8 @@ def test_a_progress_line_describes_whole_episodes(fixture, request):
         close(line["returns"], sum(map(sum, rewards)) / 15)
 
 
-def test_advantages_are_discounted_returns_to_go_less_their_mean(learning):
-    for update in learning.updates:
+def test_advantages_are_discounted_returns_to_go_less_their_mean(learning, cut_to_shortest):
+    for update in learning.updates + cut_to_shortest.updates:
         returns = np.zeros((5, LIMIT + 1))
         for t in reversed(range(LIMIT)):
             returns[:, t] = update.episodes.reward[:, t] + 0.9 * returns[:, t + 1]
