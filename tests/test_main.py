@@ -192,7 +192,6 @@ def test_after_ctrl_c_a_command_has_saved_and_ends_a_loop_of_the_shell(tmp_path)
 @pytest.mark.parametrize(
     ("num_runs", "num_devices", "at_once", "padded"),
     [
-        (1, 1, 1, 1),
         (22, 4, 3, 24),  # six on each: two batches of three
         (18, 4, 3, 24),  # five on each: batches of three and two would be compiled apart
     ],

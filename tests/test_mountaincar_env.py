@@ -60,8 +60,10 @@ def test_a_learner_goes_on_or_starts_again_at_rest():
     assert np.all((position >= -0.6) & (position < -0.4)) and not velocity.any()
 
 
-def test_parameters_are_those_of_gymnax():
-    assert vars(car.PARAMS) == vars(gymnax.make("MountainCar-v0")[1])
+def test_parameters_and_shapes_are_those_of_gymnax():
+    env, params = gymnax.make("MountainCar-v0")
+    assert vars(car.PARAMS) == vars(params)
+    assert car.ENV.observation_space(params).shape == env.observation_space(params).shape
 
 
 class Costly(car.MountainCar):

@@ -49,8 +49,7 @@ def run(script):
 @pytest.mark.parametrize("script", COMMANDS)
 def test_runs_alone_and_writes_the_files_that_were_asked_for(script):
     output, errors, status, folder = run(script)
-    assert status == 0, errors
-    assert errors == ""
+    assert (status, errors) == (0, "")
     assert "compiled in" in output
     asked = [word for word in COMMANDS[script].split() if "." in word]
     assert sorted(path.name for path in folder.iterdir()) == sorted([script, *asked])
