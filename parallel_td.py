@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11,<3.14"
+# requires-python = ">=3.11,<3.15"
 # dependencies = ["jax==0.10.1", "optax==0.2.8", "gymnax==1.0.1", "six==1.17.0"]  # gymnax needs six
 # ///
 """Q-learning with N parallel environments and one linear learner.
@@ -19,23 +19,22 @@ weights settle. The final weights are evaluated.
     python parallel_td.py --sigma 0.4 0.5 --num-seeds 20 --plot curve.png   # forty runs
     python parallel_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5
 
-Shapes: R runs, K intervals, U = interval_updates updates, T = batch_steps steps, N = num_envs
-environments, B = T * N transitions, E = eval_episodes episodes, D observation dimensions,
-F = num_centers features, A actions.
-
-Read the flags, the algorithm for one run, and `main`. The helpers below are not about learning.
+Shapes: R runs, K intervals, T = num_steps steps, N = num_envs environments, B = T * N transitions,
+D observation dimensions, F = num_centers features, A actions.
 """
 
 import argparse
 import json
 import math
 import os
+import sys
 import time
 from functools import partial
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import NamedTuple
 
-# Each core of the CPU becomes a device. This must be set before jax is imported.
+# Each logical CPU becomes a device of jax. This must be set before jax is imported.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(CORES))
 import gymnax
@@ -55,12 +54,38 @@ OBS_SCALE = {
 }
 
 
-def parse_args(argv=None):
-    """Read the flags. Those of `sweep` take several values, and all combinations run.
+def count(text):
+    """Read a flag: an integer of at least 1. It may be written 2e6."""
+    value = float(text)
+    if not 1 <= value < 2**31 or value != int(value):
+        raise ValueError
+    return int(value)
 
-    Every flag whose value is a list is swept. Sweep numbers for arithmetic, not shapes or counts.
-    """
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+def fraction(text):
+    """Read a flag: a number from 0 to 1."""
+    if not 0 <= float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def positive(text):
+    """Read a flag: a number above 0."""
+    if not 0 < float(text) < math.inf:
+        raise ValueError
+    return float(text)
+
+
+def check_file(parser, path, *endings):
+    """Refuse a file that has none of the endings, or no folder, before anything is computed."""
+    if path and not (path.endswith(endings) and os.path.isdir(os.path.dirname(path) or ".")):
+        parser.error(f"{path} must end in {' or '.join(endings)}, and its folder must exist")
+
+
+def parse_args(argv=None):
+    """Read the flags. Those of `sweep` take several values (a list), and all combinations run."""
+    style = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=style, allow_abbrev=False)
     flag = parser.add_argument
     sweep = partial(flag, nargs="+")
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
@@ -69,21 +94,22 @@ def parse_args(argv=None):
     flag("--total-timesteps", type=count, default=200_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
-    flag("--batch-size", type=count, default=16, help="transitions per update, at least --num-envs")
+    flag("--num-steps", type=count, default=1, help="steps of each environment per update")
     sweep("--learning-rate", type=fraction, default=[0.06], help="initial value, falls to 0")
     sweep("--gamma", type=fraction, default=[0.99], help="discount factor")
     sweep("--epsilon", type=fraction, default=[0.25], help="probability of a random action")
     flag("--num-centers", type=count, default=500, help="number of radial basis features")
-    sweep("--sigma", type=float, default=[0.5], help="width of the features")
+    sweep("--sigma", type=positive, default=[0.5], help="width of the features")
     flag("--eval-episodes", type=count, default=100, help="greedy episodes after training")
     flag("--save", metavar="FILE.npz", help="write weights, learning curves and flags")
     flag("--plot", metavar="FILE.png", help="draw the learning curves (.png, .pdf, .svg)")
     args = parser.parse_args(argv)
     check_file(parser, args.save, ".npz")
     check_file(parser, args.plot, ".png", ".pdf", ".svg")
-    # Everything is rounded up: batches to whole steps of all environments, the total to intervals.
-    args.batch_steps = math.ceil(args.batch_size / args.num_envs)
-    num_updates = math.ceil(args.total_timesteps / args.num_envs / args.batch_steps)
+    if args.seed < 0 or args.seed + args.num_seeds > 2**31:
+        parser.error("--seed and the seeds that follow must be from 0 to 2**31 - 1")
+    # The total is rounded up to equal intervals.
+    num_updates = math.ceil(args.total_timesteps / args.num_envs / args.num_steps)
     args.interval_updates = math.ceil(num_updates / args.num_intervals)
     args.num_intervals = math.ceil(num_updates / args.interval_updates)
     args.num_updates = args.num_intervals * args.interval_updates
@@ -91,20 +117,14 @@ def parse_args(argv=None):
 
 
 def make_env(args):
-    """Make the environment of all runs, and its parameters. Wrap or change it here.
-
-    LogWrapper reports the returns of `env`, even if a wrapper around it shapes the rewards.
-    """
+    """Make the environment, and its parameters. Wrap or change it here, inside of LogWrapper."""
     env, env_params = gymnax.make(args.env_id)
     return LogWrapper(env), env_params
 
 
-# The algorithm, written for one run. `run` holds its flags, `env` and `env_params`. `run.seed` and
-# swept flags are traced, like all arrays: use them in arithmetic, never as a shape, in `range` or
-# `if`. All other flags are Python values. partial(f, run) fixes `run`; vmap maps over what is left.
-#
-# A metric is an entry of the dictionary that `td_loss` or `train_step` returns. It is averaged over
-# the updates of an interval, printed if it is one number, and saved.
+# The algorithm, written for one run. `run` holds its flags, `env` and `env_params`. The seed and
+# swept flags are traced, like all arrays: use them in arithmetic, not as a shape or in `if`. All
+# other flags are Python values. partial(f, run) fixes `run`; vmap maps over what is left.
 
 
 class Transition(NamedTuple):
@@ -121,20 +141,17 @@ class TrainState(NamedTuple):
     """The state of one run."""
 
     key: jax.Array
-    params: dict  # centers (D, F), weights (A, F)
+    centers: jax.Array  # (D, F) of the features; they stay as they are
+    weights: jax.Array  # (A, F)
     opt_state: optax.OptState
     env_state: gymnax.EnvState  # (N,)
     obs: jax.Array  # (N, D)
+    timesteps: jax.Array  # environment steps so far
 
 
 def optimizer(run):
-    """Make Adam, with a learning rate that falls linearly to 0 over num_updates steps.
-
-    If you make m steps in an update, write m * run.num_updates. freeze_mask keeps the centers as
-    they are. Chain clipping before `adam`, or use optax.adamw: they see the weights alone.
-    """
-    adam = optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
-    return optax.selective_transform(adam, freeze_mask={"centers": True, "weights": False})
+    """Adam, with a learning rate that falls linearly to 0."""
+    return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
 
 
 def init_state(run):
@@ -142,22 +159,25 @@ def init_state(run):
     key, key_reset, key_centers = jax.random.split(jax.random.key(run.seed), 3)
     keys = jax.random.split(key_reset, run.num_envs)
     obs, env_state = jax.vmap(partial(run.env.reset, params=run.env_params))(keys)
-    num_actions = run.env.action_space(run.env_params).n
-    params = {
-        "centers": jax.random.uniform(key_centers, (obs[0].size, run.num_centers), minval=-1.0),
-        "weights": jnp.zeros((num_actions, run.num_centers)),
-    }
-    opt_state = optimizer(run).init(params)
-    return TrainState(key=key, params=params, opt_state=opt_state, env_state=env_state, obs=obs)
+    weights = jnp.zeros((run.env.action_space(run.env_params).n, run.num_centers))
+    return TrainState(
+        key=key,
+        centers=jax.random.uniform(key_centers, (obs[0].size, run.num_centers), minval=-1.0),
+        weights=weights,
+        opt_state=optimizer(run).init(weights),
+        env_state=env_state,
+        obs=obs,
+        timesteps=jnp.array(0),
+    )
 
 
-def q_values(run, params, obs):
+def q_values(run, centers, weights, obs):
     """Values (A,) of all actions in an observation (D,)."""
-    scaled = obs.reshape(-1) / jnp.array(OBS_SCALE[run.env_id])
-    squared_distance = jnp.sum((scaled[:, None] - params["centers"]) ** 2, axis=0)  # (F,)
+    scaled = obs.reshape(-1) / jnp.array(OBS_SCALE[run.env_id]).reshape(obs.size)
+    squared_distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,)
     phi = jnp.exp(-squared_distance / (2 * run.sigma**2))  # (F,)
     # One product for each action, unrolled: 1.8 times as fast as weights @ phi on a CPU.
-    return jnp.stack([w_a @ phi for w_a in params["weights"]])
+    return jnp.stack([w_a @ phi for w_a in weights])
 
 
 def select_action(epsilon, q, uniform):
@@ -168,12 +188,12 @@ def select_action(epsilon, q, uniform):
 
 
 def vector_step(run, state, _):
-    """Step N environments. Also return the transitions, and what LogWrapper says of episodes."""
+    """Step N environments. Also return the transitions, and LogWrapper's episode statistics."""
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
     # One draw for all environments is faster than one for each.
     uniform = jax.random.uniform(key_uniform, (run.num_envs, 2))
-    q = jax.vmap(partial(q_values, run, state.params))(state.obs)  # (N, A)
+    q = jax.vmap(partial(q_values, run, state.centers, state.weights))(state.obs)  # (N, A)
     action = jax.vmap(partial(select_action, run.epsilon))(q, uniform)  # (N,)
     step = jax.vmap(partial(run.env.step, params=run.env_params))
     obs, env_state, reward, terminated, _, info = step(step_keys, state.env_state, action)
@@ -181,29 +201,25 @@ def vector_step(run, state, _):
         obs=state.obs,
         action=action,
         reward=reward,
-        # Where an episode ended, `obs` already belongs to the next one. A wrapper that changes
-        # observations must change final_observation, too.
-        next_obs=info["final_observation"],
+        next_obs=info["final_observation"],  # `obs` may already belong to the next episode
         terminated=terminated,
     )
-    return state._replace(key=key, env_state=env_state, obs=obs), (transitions, info)
+    timesteps = state.timesteps + run.num_envs
+    state = state._replace(key=key, env_state=env_state, obs=obs, timesteps=timesteps)
+    return state, (transitions, info)
 
 
-def td_target(run, params, transition):
-    """Target of one transition: r + gamma max_a' Q(s', a') by `params`, or r if s' is terminal."""
-    next_q = q_values(run, params, transition.next_obs)  # (A,)
+def td_target(run, centers, weights, transition):
+    """Target of one transition: r + gamma max_a' Q(s', a'), or r if s' is terminal."""
+    next_q = q_values(run, centers, weights, transition.next_obs)  # (A,)
     next_value = jnp.where(transition.terminated, 0.0, jnp.max(next_q))
     return transition.reward + run.gamma * next_value
 
 
-def action_value(run, params, transition):
-    """Value of the action that a transition took."""
-    return q_values(run, params, transition.obs)[transition.action]
-
-
-def td_loss(run, params, batch, targets):
+def td_loss(run, centers, weights, batch, targets):
     """Half the mean squared TD error of a batch (B,). Also return what a progress line shows."""
-    values = jax.vmap(partial(action_value, run, params))(batch)  # (B,)
+    q = jax.vmap(partial(q_values, run, centers, weights))(batch.obs)  # (B, A)
+    values = jax.vmap(jnp.take)(q, batch.action)  # (B,) of the actions that were taken
     errors = targets - values
     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
     return jnp.mean(errors**2) / 2, metrics
@@ -212,57 +228,57 @@ def td_loss(run, params, batch, targets):
 def train_step(run, state, _):
     """Collect B transitions with the current weights, then learn from exactly those."""
     step = partial(vector_step, run)
-    state, (transitions, infos) = jax.lax.scan(step, state, length=run.batch_steps)
-    ended = infos["returned_episode"]  # (T, N)
-    batch = jax.tree.map(jnp.concatenate, transitions)  # step after step: (T, N) -> (B,)
-    # The targets are computed outside of the loss, so no gradient flows through them. Make returns
-    # of n steps here, from rewards, `targets` and `ended`. They need batch_steps >= n.
-    targets = jax.vmap(partial(td_target, run, state.params))(batch)  # (B,)
-    grad, metrics = jax.grad(partial(td_loss, run), has_aux=True)(state.params, batch, targets)
-    updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    state = state._replace(params=params, opt_state=opt_state)
+    state, (transitions, info) = jax.lax.scan(step, state, length=run.num_steps)  # (T, N)
+    batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), transitions)  # (B,)
+    # The targets are computed outside of the loss, so no gradient flows through them.
+    targets = jax.vmap(partial(td_target, run, state.centers, state.weights))(batch)  # (B,)
+    gradient = jax.grad(partial(td_loss, run, state.centers), has_aux=True)
+    grad, metrics = gradient(state.weights, batch, targets)
+    updates, opt_state = optimizer(run).update(grad, state.opt_state, state.weights)
+    weights = optax.apply_updates(state.weights, updates)
+    state = state._replace(weights=weights, opt_state=opt_state)
     # LogWrapper repeats the last return in every step: count it only where an episode ended.
-    return_sum = jnp.sum(infos["returned_episode_returns"], where=ended)
+    ended = info["returned_episode"]  # (T, N)
+    return_sum = jnp.sum(info["returned_episode_returns"], where=ended)
     return state, dict(**metrics, episodes=jnp.sum(ended), return_sum=return_sum)
 
 
 def train_interval(run, state):
-    """Make U updates, up to the next progress line. Also return what the line shows."""
+    """Make the updates up to the next progress line. Also return the means of all metrics."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
     returns = means.pop("return_sum") / means.pop("episodes")  # nan if no episode ended
-    timesteps = jnp.array(run.interval_updates * run.batch_steps * run.num_envs)
-    return state, dict(timesteps=timesteps, returns=returns, **means)
+    return state, dict(timesteps=state.timesteps, returns=returns, **means)
 
 
-def greedy_return(run, params, key):
+def greedy_return(run, centers, weights, key):
     """Undiscounted return of one greedy episode."""
 
     def step(carry, key):
         obs, env_state = carry
-        action = jnp.argmax(q_values(run, params, obs))
+        action = jnp.argmax(q_values(run, centers, weights, obs))
         obs, env_state, _, _, _, info = run.env.step(key, env_state, action, run.env_params)
-        return (obs, env_state), (info["returned_episode"], info["returned_episode_returns"])
+        return (obs, env_state), info
 
     key_reset, key_steps = jax.random.split(key)
     keys = jax.random.split(key_steps, run.env_params.max_steps_in_episode)
     start = run.env.reset(key_reset, run.env_params)
-    _, (ended, returns) = jax.lax.scan(step, start, keys)  # of each step
-    return returns[jnp.argmax(ended)]  # of the first episode
+    _, info = jax.lax.scan(step, start, keys)  # LogWrapper's statistics after each step
+    ended = info["returned_episode"]
+    first = info["returned_episode_returns"][jnp.argmax(ended)]
+    return jnp.where(jnp.any(ended), first, jnp.nan)
 
 
 def evaluate(run, state):
-    """Results of a run: the returns (E,) of greedy episodes, and what was learned."""
+    """Results of a run: the returns of greedy episodes, and what was learned."""
     # Training never uses this key, so you can also evaluate during training.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
-    returns = jax.vmap(partial(greedy_return, run, state.params))(keys)
-    scale = jnp.array(OBS_SCALE[run.env_id])
-    return {"greedy_return": returns, "obs_scale": scale, "params": state.params}
+    returns = jax.vmap(partial(greedy_return, run, state.centers, state.weights))(keys)
+    return {"greedy_return": returns, "centers": state.centers, "weights": state.weights}
 
 
 def report(learned, rows):
-    """Describe what the runs of a setting, in these rows, have learned."""
+    """Summary of one setting, whose runs are `rows`."""
     means = learned["greedy_return"][rows].mean(axis=1)  # one for each run
     return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
 
@@ -273,73 +289,19 @@ def draw(args, settings, results):
 
     figure = Figure(figsize=(6.4, 4.4 + 0.2 * len(settings)), layout="constrained")
     axes = figure.subplots()
-    curves = results["curves"]
-    for i, (label, rows) in enumerate(settings.items()):
-        x, y = curves["timesteps"][:, rows], curves["returns"][:, rows]
-        axes.plot(x, y, f"C{i % 10}", linewidth=0.5, alpha=0.3)
-        median = np.median(x, axis=1), np.nanmedian(y, axis=1)
-        axes.plot(*median, f"C{i % 10}", linewidth=2, label=f"median  {label}".strip())
+    x, y = results["curves"]["timesteps"], results["curves"]["returns"]
+    for i, (label, rows) in enumerate(settings):
+        axes.plot(x[:, rows], y[:, rows], f"C{i % 10}.-", linewidth=0.5, alpha=0.3)
+        median = np.median(x[:, rows], axis=1), np.median(y[:, rows], axis=1)
+        axes.plot(*median, f"C{i % 10}.-", linewidth=2, label=f"median  {label}".strip())
     axes.set(xlabel="environment steps", ylabel="return of training episodes")
     figure.legend(loc="outside upper center", fontsize="small")
     figure.savefig(args.plot)
 
 
-def main(argv=None):
-    """Train, evaluate, save and report. Return what --save writes, as nested dictionaries."""
-    args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
-    runs, settings = make_runs(args)  # {flag: (R,)} of all runs; {label: rows} of each setting
-    num_runs = len(runs["seed"])
-    devices, at_once, padded = divide(runs)  # padded with copies of runs, which `gather` cuts off
+# Many runs at once. The helpers of `main` are not about learning.
 
-    # All is compiled before training, so a mistake in `evaluate` shows now.
-    began = time.perf_counter()
-    over_runs = partial(compile_over_runs, args=args, devices=devices, at_once=at_once)
-    init = over_runs(init_state, padded)
-    state = init(padded)
-    train = over_runs(train_interval, padded, state)
-    finish = over_runs(evaluate, padded, state)
-    seconds = time.perf_counter() - began
-    where = f"{len(devices)} x {devices[0].device_kind}"
-    print(f"runs: {num_runs}  devices: {where}  compiled in {seconds:.1f} s", flush=True)
-
-    history, timesteps = [], np.zeros(num_runs, int)
-    began = time.perf_counter()
-    try:
-        for _ in range(args.num_intervals):
-            next_state, metrics = train(padded, state)
-            metrics = gather(metrics, num_runs)  # waits for `train`
-            seconds = time.perf_counter() - began
-            state = next_state
-            timesteps = timesteps + metrics.pop("timesteps").astype(int)  # (R,) so far
-            history.append({"timesteps": timesteps, "seconds": seconds, **metrics})
-            # Log elsewhere here: wandb.log({key: np.nanmean(x) for key, x in history[-1].items()})
-            speed = f"{timesteps.sum() / seconds:,.0f} steps/s"
-            print(f"step {timesteps.mean():,.0f}", *describe(metrics), speed, sep="  ", flush=True)
-    except KeyboardInterrupt:  # Ctrl-C ends training early
-        if not history:
-            raise
-        print("interrupted: evaluating what was learned up to the last line")
-
-    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
-    curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
-    results = {
-        "args": json.dumps(vars(args), default=str),
-        "interrupted": len(history) < args.num_intervals,
-        "runs": runs,
-        "curves": curves,
-        "learned": learned,
-    }
-    if args.save:
-        np.savez(args.save, **flat(results))
-    for label, rows in settings.items():
-        print(f"{label}  {report(learned, rows)}".strip())
-    if args.plot:
-        draw(args, settings, results)
-    return results
-
-
-# From here on, nothing is about learning: the helpers of `parse_args` and `main`.
-
+PACKAGES = "jax", "jaxlib", "optax", "gymnax"  # results depend on their versions
 MAX_AT_ONCE = 8  # runs vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {
     "cpu": {
@@ -348,47 +310,24 @@ COMPILER_OPTIONS = {
         # In jax 0.11: not to call a library for small matrices, 1.5 times as fast.
         "xla_disable_hlo_passes": "dot-library-rewriter",
     },
-    "gpu": {"xla_gpu_autotune_level": 0},  # always the same kernels, so always the same bits
+    "gpu": {"xla_gpu_autotune_level": 0},  # else kernels, and roundings, differ between commands
 }
-
-
-def count(text):
-    """Read a flag: an integer of at least 1. It may be written 2e6."""
-    value = float(text)
-    if not 1 <= value < 2**31 or value != int(value):
-        raise ValueError
-    return int(value)
-
-
-def fraction(text):
-    """Read a flag: a number from 0 to 1."""
-    if not 0 <= float(text) <= 1:
-        raise ValueError
-    return float(text)
-
-
-def check_file(parser, path, *endings):
-    """Refuse a name without one of the endings, before anything is computed. Make its folder."""
-    if path:
-        if not path.endswith(endings):
-            parser.error(f"{path} must end in {' or '.join(endings)}")
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
 
 def make_runs(args):
     """Combine the values of all swept flags (settings), and each setting with all seeds (runs).
 
-    Return what differs between runs, {flag: (R,)}, and {label: rows} of each setting.
+    Return what differs between runs, {flag: (R,)}, and the (label, rows) of each setting.
     """
-    values = {name: value for name, value in vars(args).items() if isinstance(value, list)}
-    varied = [name for name in values if len(values[name]) > 1]
-    values["seed"] = range(args.seed, args.seed + args.num_seeds)
-    arrays = np.meshgrid(*values.values(), indexing="ij")  # the seed varies fastest
-    runs = {name: array.ravel() for name, array in zip(values, arrays, strict=True)}
-    settings = {}
+    swept = {name: values for name, values in vars(args).items() if isinstance(values, list)}
+    varied = [name for name in swept if len(swept[name]) > 1]
+    swept["seed"] = range(args.seed, args.seed + args.num_seeds)
+    arrays = np.meshgrid(*swept.values(), indexing="ij")  # the seed varies fastest
+    runs = {name: array.ravel() for name, array in zip(swept, arrays, strict=True)}
+    settings = []
     for i in range(0, len(runs["seed"]), args.num_seeds):
         label = ", ".join(f"{name} {runs[name][i]:.9g}" for name in varied)
-        settings[label] = slice(i, i + args.num_seeds)
+        settings.append((label, slice(i, i + args.num_seeds)))
     return runs, settings
 
 
@@ -409,18 +348,15 @@ def divide(runs):
     return devices, at_once, {name: np.resize(array, length) for name, array in runs.items()}
 
 
-def compile_over_runs(function, *inputs, args, devices, at_once):
+def compile_over_runs(function, *inputs, fixed, devices, at_once):
     """Compile function(run, *arrays) of one run into a function of all runs, over all devices.
 
-    Its inputs are the padded runs and the arrays, each with an axis of runs in front.
+    Its inputs are the padded runs and the arrays, each with a leading axis of runs.
     """
-    env, env_params = make_env(args)  # outside of jit, since some environments cannot be made there
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
-        run = SimpleNamespace(**(vars(args) | own), env=env, env_params=env_params)
-        # To sweep a constant: run.env_params = env_params.replace(gravity=run.gravity)
-        return function(run, *arrays)
+        return function(SimpleNamespace(**(fixed | own)), *arrays)
 
     def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped
         return jax.lax.map(one_run, inputs, batch_size=at_once)
@@ -438,24 +374,62 @@ def gather(tree, num_runs):
     return jax.tree.map(lambda array: np.asarray(array)[:num_runs], tree)
 
 
-def describe(metrics):
-    """Write metrics (R,) as words: their means over all runs in which they are known (not nan)."""
-    words = []
-    for name, values in metrics.items():
-        if values.ndim == 1:
-            known = values[~np.isnan(values)]
-            words.append(f"{name} {known.mean() if len(known) else np.nan:#.4g}")
-            if 0 < len(known) < len(values):
-                words.append(f"({len(known)} of {len(values)} runs)")
-    return words
-
-
 def flat(tree):
-    """Make {name: array} of any tree. Names are joined, as in learned.params.weights."""
+    """Make {name: array} of any tree. Names are joined, as in learned.weights."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
+def main(argv=None):
+    """Train, evaluate and report. Return what --save writes, as nested dictionaries."""
+    args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
+    env, env_params = make_env(args)
+    runs, settings = make_runs(args)
+    num_runs = len(runs["seed"])
+    devices, at_once, padded = divide(runs)
+
+    # Everything is compiled before training, so that errors surface now.
+    began = time.perf_counter()
+    fixed = vars(args) | {"env": env, "env_params": env_params}
+    over_runs = partial(compile_over_runs, fixed=fixed, devices=devices, at_once=at_once)
+    state = over_runs(init_state, padded)(padded)
+    train = over_runs(train_interval, padded, state)
+    finish = over_runs(evaluate, padded, state)
+    hardware = f"{len(devices)} x {devices[0].device_kind}"
+    seconds = time.perf_counter() - began
+    print(f"runs: {num_runs}  devices: {hardware}  compiled in {seconds:.1f} s")
+    print("means over all runs:", flush=True)
+
+    history = []
+    began = time.perf_counter()
+    for _ in range(args.num_intervals):
+        state, metrics = train(padded, state)
+        metrics = gather(metrics, num_runs)  # waits for `train`
+        seconds = time.perf_counter() - began
+        history.append({"seconds": seconds, **metrics})  # log elsewhere here
+        timesteps = metrics.pop("timesteps")  # (R,) so far
+        words = [f"{name} {values.mean():#.4g}" for name, values in metrics.items()]
+        speed = f"{timesteps.sum() / seconds:,.0f} steps/s in total"
+        print(f"step {timesteps.mean():,.0f}", *words, speed, sep="  ", flush=True)
+
+    learned = gather(finish(padded, state), num_runs)  # (R, ...) each
+    curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
+    versions = {"script": sys.argv[0]} | {name: version(name) for name in PACKAGES}
+    results = {
+        "args": json.dumps(vars(args)),
+        "versions": json.dumps(versions),
+        "runs": runs,
+        "curves": curves,
+        "learned": learned,
+    }
+    if args.save:
+        np.savez(args.save, **flat(results))
+    for label, rows in settings:
+        print(f"{label}  {report(learned, rows)}".strip())
+    if args.plot:
+        draw(args, settings, results)
+    return results
+
+
 if __name__ == "__main__":
-    if main()["interrupted"]:
-        raise KeyboardInterrupt  # so that Ctrl-C also ends a loop of the shell over commands
+    main()
