@@ -5,6 +5,8 @@ pain", 2021). Each adds one difficulty to the one before, so the first that fail
 look: at the loss, features, discount, maximum over next actions, actions, or the time limit.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,7 +161,8 @@ def learn(script, probe, flags=""):
     @jax.jit
     def learned():
         state, _ = script.train_interval(run, script.init_state(run))
-        return [script.q_values(run, state.params, jnp.array([x], float)) for x in VALUES[probe]]
+        q_values = partial(script.q_values, run, state.centers, state.weights)
+        return [q_values(jnp.array([x], float)) for x in VALUES[probe]]
 
     # Their values differ by 0.5 and more; features overlap, so learned ones are near, not equal.
     np.testing.assert_allclose(learned(), [*VALUES[probe].values()], atol=0.05)
