@@ -351,22 +351,15 @@ def test_environments_never_get_the_same_random_numbers_twice(name, monkeypatch)
     assert len(np.unique(seen, axis=0)) == len(seen) > 2 * 80
 
 
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "MountainCar-v0"])
 @pytest.mark.parametrize("name", TRIO)
-def test_a_scaled_observation_is_of_size_1_where_a_task_takes_place(name):
-    """Bang-bang play, which a good policy resembles: push along the last velocity, or at random."""
-    script = load(name)
-    for env_id, scale in script.OBS_SCALE.items():
-        env, params = gymnax.make(env_id)
-        step, reset = jax.jit(env.step), jax.jit(env.reset)
-        key, largest = jax.random.key(0), np.zeros(len(scale))
-        obs, state = reset(key, params)
-        for t in range(500):
-            key, key_step = jax.random.split(key)
-            rocking = 0 if obs[-1] < 0 else env.num_actions - 1
-            action = t % 2 if env_id == "CartPole-v1" else rocking
-            obs, state, *_ = step(key_step, state, action, params)
-            largest = np.maximum(largest, np.abs(obs / np.array(scale)))
-        assert np.all((largest > 0.1) & (largest < 2.5)), (env_id, largest)
+def test_a_scale_is_of_the_size_of_its_bound(name, env_id):
+    """An observation is at most 1 to 2.5 scales. (Two velocities of a pole have no bound.)"""
+    env, params = gymnax.make(env_id)
+    space = env.observation_space(params)
+    bound = np.maximum(np.abs(space.low), np.abs(space.high))
+    ratio = (bound / np.array(load(name).OBS_SCALE[env_id]))[bound < 1e6]
+    assert np.all((ratio > 0.99) & (ratio < 2.5))
 
 
 def play_greedily(env, obs, run, learned):
