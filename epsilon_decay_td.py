@@ -20,8 +20,7 @@ tau (w - w_avg) (Lillicrap et al. 2016, section 3).
 
 No gradient flows through the target: this is semi-gradient Q-learning (section 11.1). With
 function approximation, it may diverge (section 11.3). Where only the time limit ends an episode,
-the value of s' still counts (Pardo et al. 2018). The learning rate falls linearly to 0, so that the
-weights settle. The final weights are evaluated.
+the value of s' still counts (Pardo et al. 2018). The learning rate falls linearly to 0.
 
     python epsilon_decay_td.py                                                 # one run
     python epsilon_decay_td.py --end-e 0 0.25 --num-seeds 20 --plot curve.png  # forty runs
@@ -137,14 +136,14 @@ def parse_args(argv=None):
 
 
 def make_env(args):
-    """Make the environment, and its parameters. Wrap or change it here, inside of LogWrapper."""
+    """Make the environment, and its parameters. This is the place to change them."""
     env, env_params = gymnax.make(args.env_id)
     return LogWrapper(env), env_params
 
 
-# The algorithm, written for one run. `run` holds its flags, `env` and `env_params`. The seed and
-# swept flags are traced, like all arrays: use them in arithmetic, not as a shape or in `if`. All
-# other flags are Python values. partial(f, run) fixes `run`; vmap maps over what is left.
+# The algorithm, for one run. `run` holds its flags, `env` and `env_params`. Its seed and its values
+# of swept flags are traced arrays: use them in arithmetic, not as a shape or in `if`. `main` vmaps
+# these functions over many runs.
 
 
 class Transition(NamedTuple):
@@ -202,11 +201,16 @@ def init_state(run):
     )
 
 
-def q_values(run, centers, weights, obs):
-    """Values (A,) of all actions in an observation (D,)."""
+def features(run, centers, obs):
+    """Radial basis functions phi (F,) of an observation (D,)."""
     scaled = obs.reshape(-1) / jnp.array(OBS_SCALE[run.env_id]).reshape(obs.size)
     squared_distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,)
-    phi = jnp.exp(-squared_distance / (2 * run.sigma**2))  # (F,)
+    return jnp.exp(-squared_distance / (2 * run.sigma**2))
+
+
+def q_values(run, centers, weights, obs):
+    """Values (A,) of all actions in an observation (D,)."""
+    phi = features(run, centers, obs)
     # One product for each action, unrolled: 1.8 times as fast as weights @ phi on a CPU.
     return jnp.stack([w_a @ phi for w_a in weights])
 
@@ -227,7 +231,6 @@ def vector_step(run, state, epsilon):
     """Step N environments. Also return the transitions, and LogWrapper's episode statistics."""
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
-    # One draw for all environments is faster than one for each.
     uniform = jax.random.uniform(key_uniform, (run.num_envs, 2))
     q = jax.vmap(partial(q_values, run, state.centers, state.weights))(state.obs)  # (N, A)
     action = jax.vmap(partial(select_action, epsilon))(q, uniform)  # (N,)
@@ -255,7 +258,7 @@ def td_target(run, centers, weights, transition):
 def td_loss(run, centers, weights, batch, targets):
     """Half the mean squared TD error of a batch (B,). Also return what a progress line shows."""
     q = jax.vmap(partial(q_values, run, centers, weights))(batch.obs)  # (B, A)
-    values = jax.vmap(jnp.take)(q, batch.action)  # (B,) of the actions that were taken
+    values = jax.vmap(lambda q, action: q[action])(q, batch.action)  # (B,)
     errors = targets - values
     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
     return jnp.mean(errors**2) / 2, metrics
@@ -274,8 +277,8 @@ def train_step(run, state, _):
     batch = jax.tree.map(lambda column: column[chosen], buffer)  # (B,)
     # The targets are computed outside of the loss, so no gradient flows through them.
     targets = jax.vmap(partial(td_target, run, state.centers, state.target_weights))(batch)  # (B,)
-    gradient = jax.grad(partial(td_loss, run, state.centers), has_aux=True)
-    grad, metrics = gradient(state.weights, batch, targets)
+    loss = partial(td_loss, run, state.centers)
+    grad, metrics = jax.grad(loss, has_aux=True)(state.weights, batch, targets)
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.weights)
     weights = optax.apply_updates(state.weights, updates)
     target_weights = optax.incremental_update(weights, state.target_weights, run.tau)
@@ -377,9 +380,7 @@ def make_runs(args):
 def divide(runs):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    For example, 300 runs on 16 cores are at most 19 on each. If MAX_AT_ONCE is 8, each core takes 3
-    batches of 7. That makes 336 runs, of which the last 36 are copies. Return the devices, the size
-    of a batch, and the runs with the copies.
+    Return the devices, the size of a batch, and the runs, with copies that make all batches equal.
     """
     devices, num_runs = jax.devices(), len(runs["seed"])
     per_device = math.ceil(num_runs / len(devices))
@@ -392,10 +393,7 @@ def divide(runs):
 
 
 def compile_over_runs(function, *inputs, fixed, devices, at_once):
-    """Compile function(run, *arrays) of one run into a function of all runs, over all devices.
-
-    Its inputs are the padded runs and the arrays, each with a leading axis of runs.
-    """
+    """Compile function(run, *arrays) of one run into a function of (runs, *arrays) of all."""
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
@@ -418,7 +416,7 @@ def gather(tree, num_runs):
 
 
 def flat(tree):
-    """Make {name: array} of any tree. Names are joined, as in learned.weights."""
+    """Make {name: array} of any tree. Names are joined, as in curves.timesteps."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

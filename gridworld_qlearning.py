@@ -10,8 +10,8 @@
 This update follows each step (Watkins 1989; Sutton & Barto 2018, section 6.5). The agent starts in
 the lower right cell, and the reward is 1 in the upper left cell, the goal, and 0 elsewhere. Only
 the actions are random, so a constant alpha converges to the exact values, as long as all actions
-are tried again and again (epsilon > 0). These are Q(s, a) = gamma^(d - 1), where d is the number of
-steps of the shortest path to the goal that begins with a.
+are tried again and again (epsilon > 0). The exact value is Q(s, a) = gamma^(d - 1), where d is the
+number of steps of the shortest path to the goal that begins with a.
 
     python gridworld_qlearning.py                                          # one agent
     python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # 1,000
@@ -95,9 +95,9 @@ def parse_args(argv=None):
     return args
 
 
-# The algorithm, written for one run. `run` holds its flags. The seed and swept flags are traced,
-# like all arrays: use them in arithmetic, not as a shape or in `if`. All other flags are Python
-# values. partial(f, run) fixes `run`; vmap maps over what is left.
+# The algorithm, for one run. `run` holds its flags. Its seed and its values of swept flags are
+# traced arrays: use them in arithmetic, not as a shape or in `if`. `main` vmaps these functions
+# over many runs.
 
 
 class TrainState(NamedTuple):
@@ -107,7 +107,7 @@ class TrainState(NamedTuple):
     q_table: jax.Array  # (H, W, A)
     cell: jax.Array  # (2,) where the agent is: row, column
     timesteps: jax.Array  # environment steps so far
-    began: jax.Array  # `timesteps` when the current episode began
+    episode_began: jax.Array  # at this number of steps
 
 
 def start(run):
@@ -117,7 +117,8 @@ def start(run):
 
 def env_step(run, cell, action):
     """Step once. Return the next cell (the same at a wall), the reward, and terminated."""
-    next_cell = jnp.clip(cell + jnp.array(MOVES)[action], 0, start(run))
+    last_cell = jnp.array([run.num_rows, run.num_columns]) - 1
+    next_cell = jnp.clip(cell + jnp.array(MOVES)[action], 0, last_cell)
     at_goal = jnp.all(next_cell == 0)  # the upper left cell
     return next_cell, jnp.where(at_goal, 1.0, 0.0), at_goal
 
@@ -129,7 +130,7 @@ def init_state(run):
         q_table=jnp.zeros((run.num_rows, run.num_columns, len(MOVES))),
         cell=start(run),
         timesteps=jnp.array(0),
-        began=jnp.array(0),
+        episode_began=jnp.array(0),
     )
 
 
@@ -157,7 +158,7 @@ def train_step(run, state, draws):
         q_table=state.q_table.at[row, column, action].add(run.learning_rate * td_error),
         cell=jnp.where(terminated, start(run), next_cell),
         timesteps=timesteps,
-        began=jnp.where(terminated, timesteps, state.began),
+        episode_began=jnp.where(terminated, timesteps, state.episode_began),
     )
     return state, {"episodes": terminated}
 
@@ -173,11 +174,11 @@ def train_block(run, state, _):
 
 def train_interval(run, state):
     """Train up to the next progress line. Also return the sums of all metrics."""
-    began = state.began
+    before = state.episode_began
     state, metrics = jax.lax.scan(partial(train_block, run), state, length=run.interval_blocks)
     sums = jax.tree.map(partial(jnp.sum, axis=0), metrics)
-    # The episodes that ended followed one another, so these are all their steps.
-    episode_steps = state.began - began
+    # One episode follows the other, so this is the length of all that ended.
+    episode_steps = state.episode_began - before
     return state, dict(timesteps=state.timesteps, episode_steps=episode_steps, **sums)
 
 
@@ -206,21 +207,22 @@ def evaluate(run, state):
     }
 
 
-def grid_text(table):
-    """Greedy actions and values of a table (H, W, A), a line per row; "." where all are 0."""
-    values = table.max(axis=-1)
+def grid_text(tables):
+    """Mean values max_a Q and greedy actions of tables (R, H, W, A); "." where all are 0."""
+    values = tables.max(axis=-1).mean(axis=0)  # (H, W)
+    table = tables.mean(axis=0)  # (H, W, A)
     signs = np.where(np.any(table, axis=-1), SIGNS[table.argmax(axis=-1)], ".")
     cells = np.char.add(signs, np.char.mod(" %.3f", values))
     return "\n".join("  ".join(row) for row in cells)
 
 
 def report(learned, rows):
-    """Summary of one setting, whose agents are `rows`, and their mean table."""
+    """Summary of one setting, whose agents are `rows`."""
     steps, start_value = learned["greedy_steps"][rows], learned["start_value"][rows].mean()
     arrived = steps[np.isfinite(steps)]
     text = f"value of the start {start_value:.5f}  {len(arrived)} of {len(steps)} greedy agents"
     text += f" reach the goal  longest path {max(arrived, default=np.nan):.0f} steps"
-    return f"{text}\n{grid_text(learned['q_table'][rows].mean(axis=0))}"
+    return f"{text}\n{grid_text(learned['q_table'][rows])}"
 
 
 def draw(args, settings, results):
@@ -230,8 +232,9 @@ def draw(args, settings, results):
     figure = Figure(figsize=(6, 1 + 3 * len(settings)), layout="constrained")
     panels = figure.subplots(len(settings), squeeze=False)[:, 0]
     for axes, (label, rows) in zip(panels, settings, strict=True):
-        table = results["learned"]["q_table"][rows].mean(axis=0)  # (H, W, A)
-        figure.colorbar(axes.imshow(table.max(axis=-1)), label="max_a of the agents' mean Q")
+        tables = results["learned"]["q_table"][rows]  # (R, H, W, A)
+        values, table = tables.max(axis=-1).mean(axis=0), tables.mean(axis=0)
+        figure.colorbar(axes.imshow(values), label="mean over agents of max_a Q")
         row, column = np.nonzero(np.any(table, axis=-1))
         down, right = MOVES[table.argmax(axis=-1)[row, column]].T
         axes.quiver(column, row, right, down, angles="xy", pivot="mid", color="white")
@@ -266,9 +269,7 @@ def make_runs(args):
 def divide(runs):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    For example, 300 runs on 16 cores are at most 19 on each. If MAX_AT_ONCE is 8, each core takes 3
-    batches of 7. That makes 336 runs, of which the last 36 are copies. Return the devices, the size
-    of a batch, and the runs with the copies.
+    Return the devices, the size of a batch, and the runs, with copies that make all batches equal.
     """
     devices, num_runs = jax.devices(), len(runs["seed"])
     per_device = math.ceil(num_runs / len(devices))
@@ -281,10 +282,7 @@ def divide(runs):
 
 
 def compile_over_runs(function, *inputs, fixed, devices, at_once):
-    """Compile function(run, *arrays) of one run into a function of all runs, over all devices.
-
-    Its inputs are the padded runs and the arrays, each with a leading axis of runs.
-    """
+    """Compile function(run, *arrays) of one run into a function of (runs, *arrays) of all."""
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
@@ -307,7 +305,7 @@ def gather(tree, num_runs):
 
 
 def flat(tree):
-    """Make {name: array} of any tree. Names are joined, as in learned.weights."""
+    """Make {name: array} of any tree. Names are joined, as in curves.timesteps."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

@@ -42,16 +42,6 @@ from flax import struct  # gymnax depends on it
 from gymnax.environments import environment, spaces
 
 
-def cosine(x):
-    """cos(x), 2.4 to 5.5 times as fast on a CPU as by jnp.cos: the car's slope is most of its work.
-
-    Taylor's series around the nearest multiple of 2 pi; its error is below 1e-6 on the track.
-    """
-    x = x - 2 * jnp.pi * jnp.round(x / (2 * jnp.pi))
-    series = [(-1) ** k / math.factorial(2 * k) for k in range(9, -1, -1)]
-    return jnp.polyval(np.array(series, x.dtype), x**2)
-
-
 @struct.dataclass
 class EnvParams(environment.EnvParams):
     """Constants of Sutton & Barto, or Gymnasium's (G). The unit of length is that of position."""
@@ -74,14 +64,22 @@ class EnvState(environment.EnvState):
     velocity: jax.Array  # length / step
 
 
+def cosine(x):
+    """cos(x), 2.4 to 5.5 times as fast on a CPU as by jnp.cos: the car's slope is most of its work.
+
+    Taylor's series around the nearest multiple of 2 pi; its error is below 1e-6 on the track.
+    """
+    x = x - 2 * jnp.pi * jnp.round(x / (2 * jnp.pi))
+    series = [(-1) ** k / math.factorial(2 * k) for k in range(9, -1, -1)]
+    return jnp.polyval(np.array(series, x.dtype), x**2)
+
+
 class MountainCar(environment.Environment):
     """A gymnax environment.
 
     A class needs default_params (without it, the time limit is 1 step), step_env, reset_env and the
     two spaces. `step` of the base class applies the time limit and resets an episode that ended: so
-    step_env must add 1 to `time`, and must not report the time limit as terminated. A continuous
-    action has the shape of its space: Box(low, high, ()) gives a number, Box(low, high, (1,)) an
-    array.
+    step_env must add 1 to `time`, and must not report the time limit as terminated.
     """
 
     name = "MountainCar-v0"
@@ -104,7 +102,6 @@ class MountainCar(environment.Environment):
         """Start an episode: at rest in [-0.6, -0.4). Return observation and state."""
         position = jax.random.uniform(key, minval=-0.6, maxval=-0.4)
         state = EnvState(position=position, velocity=jnp.array(0.0), time=jnp.array(0))
-        # If observations were random, `key` would have to be split: it has been used.
         return self.observe(key, state, None, params), state
 
     def observe(self, key, state, action, params):
@@ -130,8 +127,7 @@ ENV = MountainCar()
 PARAMS = ENV.default_params
 
 
-# How much --save may keep, in episodes: 3 GB, in memory twice while they are joined.
-MAX_SAVED = 500_000
+MAX_SAVED = 500_000  # episodes, which --save holds in memory: 3 GB
 
 
 def count(text):
@@ -222,7 +218,7 @@ def play(args, key):
 
 
 def init_state(seed):
-    """State in which a car starts: its key, and the steps it has made."""
+    """What a car starts with: a key, and the number of its steps."""
     return jax.random.key(seed), jnp.array(0)
 
 
@@ -249,7 +245,7 @@ COMPILER_OPTIONS = {
 
 
 def flat(tree):
-    """Make {name: array} of any tree. Names are joined, as in learned.weights."""
+    """Make {name: array} of any tree. Names are joined, as in curves.timesteps."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -260,8 +256,8 @@ def main(argv=None):
     devices = jax.devices()
     devices = devices[: math.gcd(args.num_envs, len(devices))]  # so that all have as many cars
     axis = jax.sharding.PartitionSpec("cars")  # the first axis of each array is divided
-    cars = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "cars"), axis)
-    over_cars = partial(jax.jit, in_shardings=cars, out_shardings=cars)
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "cars"), axis)
+    over_cars = partial(jax.jit, in_shardings=sharding, out_shardings=sharding)
     seeds = args.seed + np.arange(args.num_envs)  # (N,)
 
     began = time.perf_counter()
@@ -282,7 +278,7 @@ def main(argv=None):
         seconds = time.perf_counter() - began
         history.append({"seconds": seconds, **metrics})
         steps.append(new_steps)
-        timesteps = metrics.pop("timesteps").astype(int)  # (N,) so far; the sum needs 64 bits
+        timesteps = metrics.pop("timesteps")  # (N,) so far
         words = [f"{name} {values.mean():.4g}" for name, values in metrics.items()]
         speed = f"{timesteps.sum() / seconds:,.0f} steps/s in total"
         print(f"step {timesteps.mean():,.0f}", *words, speed, sep="  ", flush=True)

@@ -116,16 +116,16 @@ class BoundedActions(GymnaxWrapper):
 
 
 def make_env(args):
-    """Make the environment, and its parameters. Wrap or change it here."""
+    """Make the environment, and its parameters. This is the place to change them."""
     env, env_params = gymnax.make(args.env_id)
     if isinstance(env.action_space(env_params), spaces.Box):
         env = BoundedActions(env)
     return env, env_params
 
 
-# The algorithm, written for one run. `run` holds its flags, `env` and `env_params`. The seed and
-# swept flags are traced, like all arrays: use them in arithmetic, not as a shape or in `if`. All
-# other flags are Python values. partial(f, run) fixes `run`; vmap maps over what is left.
+# The algorithm, for one run. `run` holds its flags, `env` and `env_params`. Its seed and its values
+# of swept flags are traced arrays: use them in arithmetic, not as a shape or in `if`. `main` vmaps
+# these functions over many runs.
 
 
 class Step(NamedTuple):
@@ -222,8 +222,8 @@ def play(run, params, key, greedy=False):
         key, obs, env_state, mask = carry
         key, key_action, key_step = jax.random.split(key, 3)
         obs = obs.reshape(-1).astype(float)
-        actions = policy(params, obs)
-        action = actions.mode() if greedy else actions.sample(key_action)
+        pi = policy(params, obs)
+        action = pi.mode() if greedy else pi.sample(key_action)
         stepped = run.env.step(key_step, env_state, action, run.env_params)
         next_obs, next_state, reward, terminated, truncated, _ = stepped
         # Where an episode ended, gymnax has begun the next one. That is the padding.
@@ -231,13 +231,17 @@ def play(run, params, key, greedy=False):
         return next_carry, Step(obs, action, jnp.where(mask, reward, 0.0), mask, env_state)
 
     key, key_reset = jax.random.split(key)
-    carry = key, *run.env.reset(key_reset, run.env_params), jnp.array(True)
+    obs, env_state = run.env.reset(key_reset, run.env_params)
+    carry = key, obs, env_state, jnp.array(True)
     _, steps = jax.lax.scan(step, carry, length=int(run.env_params.max_steps_in_episode))
     return steps
 
 
 def truncate(episodes):
-    """Cut all episodes (N, T) at the end of the shortest. Later rewards no longer count: a bias."""
+    """Cut all episodes (N, T) at the end of the shortest. This biases the gradient.
+
+    Where all rewards are equal, as in CartPole-v1, all advantages are 0: nothing is learned.
+    """
     mask = jnp.broadcast_to(jnp.all(episodes.mask, axis=0), episodes.mask.shape)
     return episodes._replace(mask=mask, reward=jnp.where(mask, episodes.reward, 0.0))
 
@@ -372,9 +376,7 @@ def make_runs(args):
 def divide(runs):
     """Divide runs evenly among devices, and those of a CPU core into equal batches.
 
-    For example, 300 runs on 16 cores are at most 19 on each. If MAX_AT_ONCE is 8, each core takes 3
-    batches of 7. That makes 336 runs, of which the last 36 are copies. Return the devices, the size
-    of a batch, and the runs with the copies.
+    Return the devices, the size of a batch, and the runs, with copies that make all batches equal.
     """
     devices, num_runs = jax.devices(), len(runs["seed"])
     per_device = math.ceil(num_runs / len(devices))
@@ -387,10 +389,7 @@ def divide(runs):
 
 
 def compile_over_runs(function, *inputs, fixed, devices, at_once):
-    """Compile function(run, *arrays) of one run into a function of all runs, over all devices.
-
-    Its inputs are the padded runs and the arrays, each with a leading axis of runs.
-    """
+    """Compile function(run, *arrays) of one run into a function of (runs, *arrays) of all."""
 
     def one_run(inputs):
         own, *arrays = inputs  # its own seed and values of swept flags
@@ -413,7 +412,7 @@ def gather(tree, num_runs):
 
 
 def flat(tree):
-    """Make {name: array} of any tree. Names are joined, as in learned.weights."""
+    """Make {name: array} of any tree. Names are joined, as in curves.timesteps."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

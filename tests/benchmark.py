@@ -1,8 +1,8 @@
 """Measure what README.md and tests/RESULTS.md say.
 
-    python tests/benchmark.py seconds figure   # or other sections
+    python tests/benchmark.py seconds race   # or other sections
 
-The sections are `learning`, `ablations`, `padding`, `tasks`, `seconds` and `figure`. On two cores,
+The sections are `learning`, `ablations`, `padding`, `tasks`, `seconds` and `race`. On two cores,
 `tasks` takes about fifty minutes, and the others less than half an hour each. A section draws its
 pictures, and replaces its part of tests/RESULTS.md, from a mark to the line that says when it was
 measured. What stands around it is written by hand: read it again after a section has run.
@@ -33,7 +33,8 @@ PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_dec
 GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
 CARTPOLE = [*TRIO, REINFORCE]
 SCRIPTS = [GRID, *CARTPOLE, CAR]
-# No file of this repository had named these seeds before the runs that are reported.
+# No file of this repository had named these seeds, nor those from 400000 on, before the runs that
+# are reported.
 FRESH = "--seed 271000"
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # the seconds of a command include compiling
 
@@ -121,7 +122,7 @@ def cartpole_cells(result):
     """Format the columns of CARTPOLE_HEAD."""
     greedy, first = greedy_means(result), np.median(first_at_475(result))
     return [
-        f"{np.sum(greedy >= 475)} of {len(greedy)}",
+        f"{np.sum(greedy >= 475):,} of {len(greedy):,}",
         f"{greedy.min():.0f}",
         mean(greedy),
         "never" if np.isinf(first) else f"{first / 1e3:.0f}k",
@@ -144,31 +145,54 @@ def dots(axes, rows):
 
 
 def learning():
-    """All learners on fresh seeds, and replay_td.py with smaller epsilons."""
-    small = [(REPLAY, "--epsilon 0.05"), (REPLAY, "--epsilon 0.1")]
-    rows = []
-    for script, flags in [(PARALLEL, ""), *small, (REPLAY, ""), (DECAY, ""), (REINFORCE, "")]:
-        result = run(script, f"{flags} --num-seeds {200 if flags else 400} {FRESH}")
-        rows.append([f"`{script} {flags}".strip() + "`", *cartpole_cells(result)])
-    grid = run(GRID, f"--num-seeds 400 {FRESH}")
+    """All learners on fresh seeds, and replay_td.py with smaller epsilons.
+
+    The mean greedy return of each seed is written to tests/learning.npz.
+    """
+    rows, per_seed = [], {}
+    for script, flags, num_seeds in [
+        (PARALLEL, "", 4000),
+        (REPLAY, "--epsilon 0.05", 200),
+        (REPLAY, "--epsilon 0.1", 200),
+        (REPLAY, "", 4000),
+        (DECAY, "", 4000),
+        (REINFORCE, "", 400),
+    ]:
+        # At most a thousand runs at a time: the buffers of more would not fit into 24 GB.
+        size, first_seeds = min(num_seeds, 1000), range(400_000, 400_000 + num_seeds, 1000)
+        commands = [f"{flags} --num-seeds {size} --seed {seed}" for seed in first_seeds]
+        result = joined([run(script, command) for command in commands])
+        name = f"{script} {flags}".strip()
+        per_seed[name] = greedy_means(result).astype(np.float32)
+        rows.append([f"`{name}`", *cartpole_cells(result)])
+    np.savez_compressed(ROOT / "tests" / "learning.npz", **per_seed)
+    grid = run(GRID, f"--num-seeds 1000 {FRESH}")
     arrive = np.isfinite(grid.saved["learned.greedy_steps"]).sum()
     error = np.abs(grid.saved["learned.start_value"] - 0.9**17).max()
-    text = f"`{GRID}`: {arrive} of 400 agents reach the goal. The largest error of the value of"
+    text = f"`{GRID}`: {arrive} of 1,000 agents reach the goal. The largest error of the value of"
     return f"{table(['command', *CARTPOLE_HEAD], rows)}\n{text} the start is {error:.0e}."
+
+
+def joined(results):
+    """Join the runs of several commands."""
+    greedy = np.concatenate([result.saved["learned.greedy_return"] for result in results])
+    curves = "curves.returns", "curves.timesteps"
+    saved = {name: np.concatenate([r.saved[name] for r in results], axis=1) for name in curves}
+    return results[0]._replace(saved={"learned.greedy_return": greedy, **saved})
 
 
 def ablations():
     """Each learner with one change."""
     flags = f"--num-seeds 40 {FRESH}"
     errors = "    errors = targets - values\n"
-    own_targets = "    targets = jax.vmap(partial(td_target, run, params))(batch)\n"
+    own_targets = "    targets = jax.vmap(partial(td_target, run, centers, weights))(batch)\n"
     through_target = replaced(PARALLEL, errors, own_targets + errors)
     ended = 'terminated=info["returned_episode"]'  # terminated or truncated
     limit_is_an_end = replaced(PARALLEL, "terminated=terminated", ended)
     schedule = "optax.linear_schedule(run.learning_rate, 0.0, run.num_updates)"
     constant_rate = replaced(PARALLEL, schedule, "run.learning_rate")
-    update = "state._replace(params=params, target_params=target_params, opt_state=opt_state)"
-    wait = f"jax.tree.map(partial(jnp.where, timesteps > 1000), {update}, state)"
+    update = "state._replace(weights=weights, target_weights=target_weights, opt_state=opt_state)"
+    wait = f"jax.tree.map(partial(jnp.where, state.timesteps > 1000), {update}, state)"
     warm_up = replaced(REPLAY, update, wait)
     double = patched(REPLAY, "double_q_learning")
     network = patched(REPLAY, "flax_network")
@@ -200,7 +224,8 @@ def ablations():
     grid = []
     for what, text in ("Q-learning", None), ("expected_sarsa.patch", expected_sarsa):
         saved = run(GRID, "--epsilon 0.3 --num-seeds 20", text).saved
-        start, steps = saved["learned.start_value"], saved["curves.steps_per_episode"][-1]
+        start = saved["learned.start_value"]
+        steps = saved["curves.episode_steps"][-1] / saved["curves.episodes"][-1]
         grid.append(f"{what} {mean(start, 4)} and {mean(steps, 2)}")
     head = f"`{GRID} --epsilon 0.3`, value of the start and steps of a training episode"
     return f"{table(['change', *CARTPOLE_HEAD], rows)}\n{unseen}\n{head}: {'; '.join(grid)}."
@@ -279,25 +304,75 @@ def seconds_of(script, flags=""):
     return result.seconds, float(compiling)
 
 
-def figure():
-    """The first figure of README.md: greedy returns of four learners, over seconds of waiting.
+PEERS = {"ppo": "rejax PPO", "pqn": "rejax PQN", "dqn": "rejax DQN"}
+LEARNS = {
+    PARALLEL: "500 weights for each action",
+    REPLAY: "500 weights for each action",
+    DECAY: "500 weights for each action",
+    REINFORCE: "a network of one layer",
+    "ppo": "two networks of two layers",
+    "pqn": "a network of two layers",
+    "dqn": "a network of two layers",
+}
 
-    To evaluate at each line takes time. So the seconds are those of the scripts as they are, and
-    the returns are those of changed copies with the same seeds, which learn the same weights.
+
+def race():
+    """The first figure of README.md: greedy returns of twenty agents, over seconds of waiting.
+
+    To evaluate while agents train takes time. So the seconds are those of programs that do not, and
+    the returns are those of the same programs with evaluations. rejax prints nothing while it
+    trains: its seconds are taken to be proportional to its steps.
     """
     flags = f"--num-seeds 20 {FRESH}"
     rounds = [{script: run(script, flags) for script in CARTPOLE} for _ in range(3)]
-    curves, words = {}, []
+    curves = {}
     for script in CARTPOLE:
-        returns = greedy_curve(script, f"{flags} --eval-episodes 20", rounds[0][script])
-        # The first line is printed when training begins.
-        times = np.median([results[script].times[: len(returns)] for results in rounds], axis=0)
-        solved = np.flatnonzero(np.median(returns, axis=1) >= 475)[0]
-        curves[script] = times, returns, solved
-        words.append(f"`{script}` {times[0]:.1f}, {times[solved]:.1f}, {times[-1]:.1f}")
-    draw_curves(curves)
-    head = "Seconds until training begins, the median is first at 475, and training ends"
-    return f"{head}: {'; '.join(words)}."
+        steps = np.append(0, rounds[0][script].saved["curves.timesteps"].mean(axis=1))
+        # Before the progress lines come two others, of which the second says that training begins.
+        times = [results[script].times[1 : 1 + len(steps)] for results in rounds]
+        returns = greedy_curve(script, f"{flags} --eval-episodes 100", rounds[0][script])
+        curves[script] = np.median(times, axis=0), steps, returns
+    with tempfile.TemporaryDirectory() as folder:
+        python = peer_environment(folder)
+        for name in PEERS:
+            # The times of two lines: it has compiled, it has trained.
+            (begin, end), _ = peer(python, name)
+            _, saved = peer(python, name, Path(folder) / "peer.npz")
+            steps = saved["steps"]
+            curves[name] = begin + (end - begin) * steps / steps[-1], steps, saved["returns"]
+    draw_race(curves)
+    head = "program", "what each agent learns", "seconds", "steps", "passed", "seconds in all"
+    return table(head, [race_row(name, *curve) for name, curve in curves.items()])
+
+
+def race_row(name, times, steps, returns):
+    """Format when the median agent is first at 475, and how many of 20 agents end there."""
+    reached = np.flatnonzero(np.median(returns, axis=1) >= 475)
+    first = f"{times[reached[0]]:.1f}", f"{steps[reached[0]]:,.0f}"
+    cells = first if len(reached) else ("never", "never")
+    passed = f"{np.sum(returns[-1] >= 475)} of 20"
+    return [PEERS.get(name, f"`{name}`"), LEARNS[name], *cells, passed, f"{times[-1]:.1f}"]
+
+
+def peer_environment(folder):
+    """Make a virtual environment with rejax, and return its Python."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = Path(folder) / "bin" / "python"
+    packages = "rejax==0.1.3", "gymnax==0.0.9", "six", f"jax=={version('jax')}"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    return python
+
+
+def peer(python, name, path=None):
+    """Train twenty agents of rejax. Return when each line came, and what was saved."""
+    print("+", time.strftime("%H:%M:%S"), PEERS[name], "evaluated" if path else "", flush=True)
+    command = [python, ROOT / "tests" / "rejax_peer.py", name, "20"]
+    times, began = [], time.perf_counter()
+    command += ["--save", path] if path else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for _ in process.stdout:
+            times.append(time.perf_counter() - began)
+    return times, dict(np.load(path)) if path else {}
 
 
 def greedy_curve(script, flags, unchanged):
@@ -306,46 +381,41 @@ def greedy_curve(script, flags, unchanged):
     untrained = run(script, f"{flags} {one_update} --learning-rate 0")
     changed = run(script, flags, greedy_returns(script))
     for name, array in unchanged.saved.items():
-        if name.startswith("learned.params"):
+        if name in ("learned.weights", "learned.params.w0"):
             np.testing.assert_array_equal(array, changed.saved[name], name)
     return np.vstack([greedy_means(untrained), changed.saved["curves.greedy_return"]])
 
 
-@rc_context({"font.size": 14, "axes.spines.top": False, "axes.spines.right": False})
-def draw_curves(curves):
-    """Draw the median of the runs of each script, and a band from the worst to the best run."""
-    figure = Figure(figsize=(8, 4.4), layout="constrained", dpi=200)
-    axes, poles = figure.subplots(), []
-    for i, (script, (times, returns, solved)) in enumerate(curves.items()):
-        color, middle, worst = f"C{i}", np.median(returns, axis=1), returns.min(axis=1)
-        axes.fill_between(times, worst, returns.max(axis=1), color=color, alpha=0.15, linewidth=0)
-        axes.plot(times, worst, color=color, alpha=0.4, linewidth=1)
-        axes.plot(times, middle, color=color, linewidth=2.5)
-        poles.append((times[solved], middle[solved], script, color))
-    # The name of a script stands on a pole, where its median is first at 475 or more. A pole
-    # farther to the left is higher, so that no name crosses a pole.
-    for i, (x, y, script, color) in enumerate(sorted(poles, reverse=True)):
-        height = 545 + 60 * i
-        axes.plot([x, x], [y, height + 25], "o-", markevery=[0], color=color, linewidth=1)
-        axes.text(x, height, f" {script}: {x:.1f} s", color=color, va="center")
-    axes.axhline(475, color="black", linestyle=":")
-    axes.text(0, 480, " 475: solved", va="bottom")
-    begun = min(times[0] for times, *_ in curves.values())
-    axes.annotate("", (0, 60), (begun, 60), arrowprops={"arrowstyle": "<->"})
-    text = "Python starts,\nJAX is imported\nand compiles"
-    axes.text(begun / 2, 75, text, ha="center", va="bottom")
-    axes.set(xlabel="seconds since the command was entered", ylabel="greedy return on CartPole-v1")
-    axes.set(xlim=(0, None), ylim=(0, 770), yticks=range(0, 501, 100))
-    figure.savefig(PICTURES / "curve.png")
+@rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False})
+def draw_race(curves):
+    """Draw the median of the agents of each program, and a band from the worst to the best."""
+    # Ours are blue, the others orange: two hues that nobody confuses, from dark to light.
+    colors = dict(zip(CARTPOLE, ["#08306b", "#2171b5", "#4aa3df", "#8cc5e8"], strict=True))
+    colors |= dict(zip(PEERS, ["#7f2704", "#d94801", "#fd9b4f"], strict=True))
+    figure = Figure(figsize=(8, 4.2), layout="constrained", dpi=200)
+    axes = figure.subplots()
+    for name, (times, _, returns) in curves.items():
+        color, low, high = colors[name], returns.min(axis=1), returns.max(axis=1)
+        axes.fill_between(times, low, high, color=color, alpha=0.12, linewidth=0)
+        style = "--" if name in PEERS else "-"
+        label = PEERS.get(name, name)
+        axes.plot(times, np.median(returns, axis=1), style, color=color, linewidth=2.2, label=label)
+    axes.axhline(475, color="black", linestyle=":", linewidth=1)
+    axes.text(1.05, 480, "475: solved", va="bottom", fontsize="small")
+    axes.set(xscale="log", xlim=(1, None), ylim=(0, 530), yticks=range(0, 501, 100))
+    axes.set(xlabel="seconds since the command was entered", ylabel="greedy return")
+    axes.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
+    axes.legend(loc="lower right", fontsize="small", frameon=False)
+    figure.savefig(PICTURES / "race.png")
 
 
 def greedy_returns(script):
     """Return the text of a script that also evaluates the greedy policy at each progress line."""
     if script != REINFORCE:
         return patched(script, "greedy_returns")
-    old = '    timesteps = jnp.sum(metrics.pop("timesteps").astype(float))\n'
-    new = '    metrics["greedy_return"] = evaluate(run, state)["greedy_return"]\n'
-    return replaced(script, old, old + new)  # its mean is taken below, as that of other metrics
+    old = "    return state, dict(timesteps=state.timesteps, **means)\n"
+    new = '    means["greedy_return"] = jnp.mean(evaluate(run, state)["greedy_return"])\n'
+    return replaced(script, old, new + old)
 
 
 def write(name, text):
@@ -365,7 +435,7 @@ def write(name, text):
 
 
 def main():
-    sections = {f.__name__: f for f in (learning, ablations, padding, tasks, seconds, figure)}
+    sections = {f.__name__: f for f in (learning, ablations, padding, tasks, seconds, race)}
     parser = argparse.ArgumentParser()
     parser.add_argument("sections", nargs="+", choices=sections, metavar="SECTION")
     for name in parser.parse_args().sections:

@@ -1,4 +1,4 @@
-"""What the tests share: the scripts, the flags of one run, and a way to watch what a function does.
+"""What the tests share: the scripts, the flags of one run, and ways to watch what a script does.
 
 The tests never draw random numbers for a script. They watch what the script drew, and compute what
 must follow from it. Bounds on frequencies are at least five standard deviations wide, so that a
@@ -32,6 +32,14 @@ CACHE = tempfile.TemporaryDirectory()
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnax.environments import environment, spaces
+
+# The functions that `watch` observes. Who renames one in a script must rename it here, too.
+VECTOR_STEP, TD_LOSS = "vector_step", "td_loss"  # the linear learners
+ENV_STEP = "env_step"  # the grid world
+POLICY_LOSS = "policy_loss"  # REINFORCE
 
 
 def load(script):
@@ -89,6 +97,32 @@ def halves(records):
     """Divide a list of what two equal intervals did."""
     middle = len(records) // 2
     return records[:middle], records[middle:]
+
+
+def assert_independent(one, other, probabilities):
+    """Two arrays of actions agree as often as independent draws: the sum of p^2."""
+    expected, size = np.sum(np.square(probabilities)), np.size(one)
+    agreement = np.mean(np.asarray(one) == np.asarray(other))
+    assert abs(agreement - expected) < 5 * np.sqrt(expected * (1 - expected) / size)
+
+
+class Noise(environment.Environment):
+    """Each observation is drawn anew, and three actions change nothing. Only time ends it."""
+
+    default_params = environment.EnvParams(max_steps_in_episode=5)
+
+    def reset_env(self, key, params):
+        return jax.random.uniform(key, 2), environment.EnvState(time=jnp.array(0))
+
+    def step_env(self, key, state, action, params):
+        obs, state = jax.random.uniform(key, 2), state.replace(time=state.time + 1)
+        return obs, state, jnp.array(0.0), jnp.array(False), {}
+
+    def action_space(self, params):
+        return spaces.Discrete(3)
+
+    def observation_space(self, params):
+        return spaces.Box(0.0, 1.0, (2,))
 
 
 def is_key(leaf):

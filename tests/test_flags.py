@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import CAR, DECAY, LEARNERS, REINFORCE, REPLAY, SCRIPTS, load
+from conftest import CAR, DECAY, GRID, LEARNERS, REINFORCE, REPLAY, SCRIPTS, TRIO, load
 
 
 @pytest.fixture
@@ -32,9 +32,33 @@ def test_a_fraction_outside_of_0_and_1_is_refused(script, refusal):
         assert "--gamma" in refusal(script, f"--gamma {text}")
 
 
+@pytest.mark.parametrize("script", TRIO)
+def test_a_width_that_is_no_positive_number_is_refused(script, refusal):
+    for text in ("x", "0", "-0.5", "nan", "inf"):
+        assert "--sigma" in refusal(script, f"--sigma {text}")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_file_with_another_ending_is_refused(script, refusal):
+def test_a_file_with_another_ending_or_in_no_folder_is_refused(script, refusal, tmp_path):
     assert "x.txt must end in .npz" in refusal(script, "--save x.txt")
+    assert "x.npz must end in .npz, and its folder" in refusal(script, "--save /no/such/x.npz")
+    few = "--num-envs 2" if script == CAR else ""
+    assert load(script).parse_args(f"--save {tmp_path / 'x.npz'} {few}".split())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_seeds_of_all_runs_fit_into_32_bits(script, refusal):
+    runs = "--num-envs 10" if script == CAR else "--num-seeds 10"
+    for seed in ("-1", "4294967296", "2147483639"):
+        assert "--seed" in refusal(script, f"--seed {seed} {runs}")
+    assert load(script).parse_args(f"--seed 2147483638 {runs}".split())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_flag_is_not_abbreviated(script, refusal):
+    """--epsilon would be --epsilon-decay in epsilon_decay_td.py."""
+    for flag in ("--num-i", "--epsilon") if script == DECAY else ("--num-i",):
+        assert flag in refusal(script, f"{flag} 1")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +82,15 @@ def test_each_flag_has_a_help_text_with_its_default(script, capsys):
     assert text.count("(default:") == len(re.findall(r"^  --", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_there_are_no_more_intervals_than_updates(script):
-    args = load(script).parse_args(["--num-intervals", "1000000"])
-    assert args.num_intervals < 1_000_000
+@pytest.mark.parametrize(
+    ("script", "five_updates"),
+    [
+        *[(script, "--num-envs 8 --total-timesteps 40") for script in TRIO],
+        (GRID, "--total-timesteps 5000"),  # blocks of 1,000
+        (REINFORCE, "--num-iterations 5"),
+        (CAR, "--num-episodes 5"),
+    ],
+)
+def test_there_are_no_more_intervals_than_updates(script, five_updates):
+    args = load(script).parse_args(f"{five_updates} --num-intervals 1000".split())
+    assert args.num_intervals == 5

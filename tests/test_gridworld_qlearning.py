@@ -4,6 +4,7 @@ The fixture `learning` trains in a grid with a trap, and records every step. Eac
 one fact of that record.
 """
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import halves, jit, one_run, watch
+from conftest import ENV_STEP, assert_independent, halves, jit, one_run, watch
 from matplotlib.figure import Figure
 from matplotlib.quiver import Quiver
 
@@ -22,7 +23,8 @@ RIGHT, DOWN, LEFT, UP = range(4)
 MOVES = {RIGHT: (0, 1), DOWN: (1, 0), LEFT: (0, -1), UP: (-1, 0)}
 ROWS, COLUMNS = 3, 5
 START, GOAL, TRAP = (2, 4), (0, 0), (1, 0)
-FLAGS = "--grid-size 3 5 --total-timesteps 6000 --num-intervals 2 --seed 5"
+FLAGS = "--num-rows 3 --num-columns 5 --total-timesteps 4500 --num-intervals 2 --seed 5"
+INTERVAL = 3000  # steps: 4,500 are rounded up to five blocks of 1,000, and these to twice three
 env_step = grid.env_step
 
 
@@ -38,7 +40,7 @@ def learning():
     """A record of two intervals of training in the grid with a trap."""
     patch = pytest.MonkeyPatch()
     patch.setattr(grid, "env_step", with_trap)
-    steps = watch(patch, grid, "env_step")
+    steps = watch(patch, grid, ENV_STEP)
     run = one_run(grid, FLAGS, learning_rate=0.5, gamma=0.8, epsilon=0.4)
     train, state, lines = jit(grid.train_interval, run), jit(grid.init_state, run)(), []
     for _ in range(2):
@@ -76,12 +78,18 @@ def test_each_step_is_an_update_of_q_learning(learning):
     close(learning.last.q_table, q, atol=1e-6)
 
 
-def test_a_progress_line_shows_steps_and_rewards_per_episode(learning):
+def test_an_interval_counts_its_steps_and_the_episodes_that_ended_from_their_start(learning):
+    length = 0
     for line, steps in zip(learning.lines, halves(learning.steps), strict=True):
-        _, rewards, terminated = zip(*[step.out for step in steps], strict=True)
-        assert line["timesteps"] == len(steps) == 3000  # three blocks of 1,000
-        close(line["steps_per_episode"], 3000 / np.sum(terminated), rtol=1e-5)
-        close(line["returns"], np.sum(rewards) / np.sum(terminated), rtol=1e-4)
+        lengths = []
+        for step in steps:
+            length += 1
+            if step.out[2]:  # terminated
+                lengths.append(length)
+                length = 0
+        assert len(steps) == INTERVAL
+        assert (line["episodes"], line["episode_steps"]) == (len(lengths), sum(lengths))
+    assert [line["timesteps"] for line in learning.lines] == [INTERVAL, 2 * INTERVAL]
 
 
 # The best actions in a column of the grid: one to four of them. They lead to each of the columns.
@@ -90,7 +98,7 @@ BEST = {1: [RIGHT], 2: [RIGHT, LEFT], 3: [RIGHT, LEFT, UP], 4: [RIGHT, DOWN, LEF
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3])
 def test_exploring_actions_and_best_actions_are_equally_likely(epsilon, monkeypatch):
-    steps = watch(monkeypatch, grid, "env_step")
+    steps = watch(monkeypatch, grid, ENV_STEP)
     run = one_run(grid, FLAGS, learning_rate=0.0, epsilon=epsilon)  # the table stays as it is
     q = np.zeros((ROWS, COLUMNS, 4), np.float32)
     for column, best in BEST.items():
@@ -106,27 +114,68 @@ def test_exploring_actions_and_best_actions_are_equally_likely(epsilon, monkeypa
         assert len(taken) > 200
 
 
+def test_actions_of_other_steps_blocks_and_runs_are_independent(monkeypatch):
+    """One action is best everywhere, and 40 % of the steps explore."""
+    of_run, steps = [], watch(monkeypatch, grid, ENV_STEP)
+    for seed in (1, 2):
+        steps.clear()
+        run = one_run(grid, FLAGS, learning_rate=0.0, epsilon=0.4, seed=seed)
+        table = jnp.zeros((ROWS, COLUMNS, 4)).at[..., DOWN].set(1.0)
+        jit(grid.train_interval, run)(jit(grid.init_state, run)()._replace(q_table=table))
+        jax.effects_barrier()
+        of_run.append(np.array([step.action for step in steps]))
+    p, (one, other) = [0.1, 0.7, 0.1, 0.1], of_run
+    assert_independent(one[1:], one[:-1], p)
+    assert_independent(one[1000:], one[:-1000], p)
+    assert_independent(one, other, p)
+
+
 @pytest.fixture(scope="module")
-def default_runs():
-    """Four whole runs. The goal is 7 + 11 steps from the start."""
-    return grid.main("--gamma 0.8 0.9 --num-seeds 2".split())
+def four_runs():
+    """Four whole runs."""
+    return SimpleNamespace(**grid.main("--gamma 0.8 0.9 --num-seeds 2 --seed 3".split()))
 
 
-def test_default_runs_find_the_exact_value_of_the_start(default_runs):
-    exact = default_runs["runs"]["gamma"] ** 17  # the reward comes in step 18
-    close(default_runs["learned"]["start_value"], exact, rtol=1e-4)
-    close(default_runs["learned"]["q_table"][:, 7, 11].max(axis=1), exact, rtol=1e-4)
+def test_runs_find_the_exact_value_of_the_start(four_runs):
+    exact = four_runs.runs["gamma"] ** 17  # the goal is 7 + 11 steps away; the last one pays
+    close(four_runs.learned["start_value"], exact, rtol=1e-4)
+    close(four_runs.learned["q_table"][:, 7, 11].max(axis=1), exact, rtol=1e-4)
 
 
-def test_default_runs_find_a_shortest_path_each_in_its_own_way(default_runs):
-    assert default_runs["learned"]["greedy_steps"].tolist() == [18] * 4
-    first, second, *_ = default_runs["curves"]["steps_per_episode"][0]
+def test_runs_find_a_shortest_path_each_in_its_own_way(four_runs):
+    assert four_runs.learned["greedy_steps"].tolist() == [18] * 4
+    first, second, *_ = four_runs.curves["episode_steps"][0]
     assert first != second  # of two seeds
+
+
+def test_saved_flags_and_runs_are_those_of_the_command(four_runs):
+    flags = json.loads(four_runs.args)
+    assert (flags["gamma"], flags["num_seeds"], flags["seed"]) == ([0.8, 0.9], 2, 3)
+    assert four_runs.runs["seed"].tolist() == [3, 4, 3, 4]
+    close(four_runs.runs["gamma"], [0.8, 0.8, 0.9, 0.9])
+
+
+def test_a_printed_line_pools_the_episodes_of_all_agents(capsys):
+    """Not the mean of the agents' means: in the first steps, one has many more than the others."""
+    curves = grid.main("--total-timesteps 3000 --num-intervals 3 --num-seeds 8".split())["curves"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    pooled = curves["episode_steps"].sum(axis=1) / curves["episodes"].sum(axis=1)
+    for line, length, episodes in zip(lines, pooled, curves["episodes"], strict=True):
+        assert float(re.search(r"steps/episode ([\d.]+)", line)[1]) == pytest.approx(
+            length, abs=0.1
+        )
+        assert float(re.search(r"episodes ([\d.]+)", line)[1]) == pytest.approx(episodes.mean())
+
+
+def test_steps_per_episode_are_nan_until_an_episode_ends(capsys):
+    """The first random episode in a grid of 40 x 40 takes far more than 1,000 steps."""
+    grid.main("--num-rows 40 --num-columns 40 --total-timesteps 1000".split())
+    assert "steps/episode nan" in capsys.readouterr().out
 
 
 def greedy_steps(*rows):
     """Steps to the goal of a policy, given the greedy action of each cell."""
-    run = SimpleNamespace(grid_size=(len(rows), len(rows[0])))
+    run = SimpleNamespace(num_rows=len(rows), num_columns=len(rows[0]))
     state = SimpleNamespace(q_table=jnp.eye(4)[jnp.array(rows)])
     return grid.evaluate(run, state)["greedy_steps"]
 
@@ -137,29 +186,50 @@ def test_greedy_steps_are_counted_along_a_path():
     assert greedy_steps(*rows) == 11
 
 
-def test_greedy_steps_are_infinite_if_an_episode_does_not_end_at_the_goal(monkeypatch):
-    assert greedy_steps([LEFT, LEFT], [UP, DOWN]) == np.inf  # it never ends
-    monkeypatch.setattr(grid, "env_step", with_trap)
-    assert greedy_steps([LEFT, LEFT], [UP, LEFT]) == np.inf  # into the trap, then to the goal
+def test_greedy_steps_are_infinite_if_the_policy_never_arrives():
+    assert greedy_steps([LEFT, LEFT], [UP, DOWN]) == np.inf
     assert greedy_steps([LEFT, LEFT], [UP, UP]) == 2
 
 
-def test_a_setting_is_reported_and_drawn_with_its_means(monkeypatch):
+def test_a_moved_start_moves_no_wall(monkeypatch):
+    monkeypatch.setattr(grid, "start", lambda run: jnp.array([0, 1]))
+    run = SimpleNamespace(num_rows=2, num_columns=3)
+    next_cell, *_ = grid.env_step(run, jnp.array([0, 1]), jnp.array(DOWN))
+    assert next_cell.tolist() == [1, 1]
+
+
+@pytest.fixture
+def learned():
+    """Three agents in two rows and three columns. Agent 0 belongs to another setting."""
+    q_table = np.zeros((3, 2, 3, 4))
+    q_table[0, 0, 2, UP] = 9
+    q_table[1, 1, 1, LEFT] = 1
+    q_table[2, 1, 1, DOWN] = 0.5  # so the mean of the largest values is 0.75, not 0.5
+    q_table[2, 0, 2, DOWN] = 0.5
+    q_table[1:, 1, 0, UP] = 1
+    q_table[1:, 0, 1, RIGHT] = 0.25
+    steps, start_value = np.array([8, np.inf, 3]), np.array([9, 0.25, 1.25])
+    return {"q_table": q_table, "greedy_steps": steps, "start_value": start_value}
+
+
+def test_a_setting_is_reported_with_its_mean_values_and_best_moves(learned):
+    summary, *rows = grid.report(learned, slice(1, 3)).splitlines()
+    assert re.findall(r"\d+\.?\d*", summary) == ["0.75000", "1", "2", "3"]  # 1 of 2 in 3 steps
+    assert rows[0].split() == [".", "0.000", ">", "0.250", "v", "0.250"]
+    assert rows[1].split() == ["^", "1.000", "<", "0.750", ".", "0.000"]
+
+
+def test_a_setting_whose_agents_never_arrive_has_no_longest_path(learned):
+    assert "nan" in grid.report(learned, slice(1, 2))
+
+
+def test_a_setting_is_drawn_with_its_mean_values_and_best_moves(monkeypatch, learned):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
-    q_table = np.zeros((3, 2, 3, 4))  # three agents, two rows, three columns
-    q_table[0, 0, 2, UP] = 9  # of another setting
-    q_table[1, 1, 1, LEFT] = 1
-    q_table[2, 0, 2, DOWN] = 1
-    steps, start_value = np.array([8, np.inf, 3]), np.array([9, 0.25, 1.25])
-    learned = {"q_table": q_table, "greedy_steps": steps, "start_value": start_value}
-    numbers = re.findall(r"inf|\d+\.?\d*", grid.report(learned, slice(1, 3)))
-    # Four cells are 0, and two 1 / 2. The mean of the start is 0.75, and 1 of 2 agents arrives.
-    assert sorted(map(float, numbers)) == [0, 0, 0, 0, 0.5, 0.5, 0.75, 1, 2, np.inf]
-    settings = {"gamma 0.8": slice(0, 1), "gamma 0.9": slice(1, 3)}
+    settings = [("gamma 0.8", slice(0, 1)), ("gamma 0.9", slice(1, 3))]
     grid.draw(SimpleNamespace(plot="x.png"), settings, {"learned": learned})
     (panel,) = [axes for axes in figures[0].axes if axes.get_title() == "gamma 0.9"]
-    assert panel.images[0].get_array().tolist() == [[0, 0, 0.5], [0, 0.5, 0]]
+    assert panel.images[0].get_array().tolist() == [[0, 0.25, 0.25], [1, 0.75, 0]]
     arrows = panel.findobj(Quiver)[0]
     drawn = zip(arrows.X, arrows.Y, arrows.U, arrows.V, strict=True)  # column, row, right, down
-    assert sorted(drawn) == [(1, 1, -1, 0), (2, 0, 0, 1)]
+    assert sorted(drawn) == [(0, 1, 0, -1), (1, 0, 1, 0), (1, 1, -1, 0), (2, 0, 0, 1)]

@@ -15,7 +15,7 @@ FLAGS = {
 }
 
 
-def one_draw(run, params, key):
+def one_draw(run, centers, weights, key):
     """Stand in for an episode."""
     return jax.random.normal(key)
 
@@ -29,9 +29,9 @@ def test_no_key_is_used_twice_in_evaluation_and_in_the_training_after_it(name, m
 
     @jax.jit
     def evaluate_and_train():
-        state = script.init_state(run)
-        if name == CAR:  # it learns nothing, and its state is a key
-            return state, script.rollout(run, state)[0]
+        state = script.init_state(run.seed if name == CAR else run)
+        if name == CAR:  # it learns nothing
+            return state[0], script.rollout(run, state)[0][0]
         results, (after, _) = script.evaluate(run, state), script.train_interval(run, state)
         return state.key, after.key, results
 
@@ -47,8 +47,8 @@ def test_no_key_is_used_twice_in_a_greedy_episode(name):
 
     @jax.jit
     def play():
-        params = script.init_state(run).params
-        return script.greedy_return(run, params, jax.random.key(0))
+        state = script.init_state(run)
+        return script.greedy_return(run, state.centers, state.weights, jax.random.key(0))
 
     with jax.debug_key_reuse(True):
         play()

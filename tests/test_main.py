@@ -1,32 +1,31 @@
-"""What surrounds the algorithm: runs, devices, lines, files, figures and Ctrl-C.
+"""What surrounds the algorithm: runs, devices, lines, files and figures.
 
-A toy takes the place of the algorithm in parallel_td.py; the other learners have the same text. Its
-numbers follow from the flags of a run, so each test knows what must be printed, saved or drawn. It
-runs 15 settings of three seeds: three learning rates, five discount factors, seeds 7 to 9.
+A toy takes the place of the algorithm in parallel_td.py, whose text here is that of all linear
+learners, and in reinforce_parallel.py. Its numbers follow from the flags of a run, so each test
+knows what must be printed, saved or drawn. No two runs have equal numbers, and means differ from
+medians: seeds are squared, and one of three episodes has a higher return than the others.
 """
 
 import contextlib
 import io
 import json
 import re
-import signal
-import subprocess
-import sys
+import time
+from importlib.metadata import version
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GRID, ROOT
+from conftest import PARALLEL, REINFORCE, load
 from matplotlib.figure import Figure
-
-import parallel_td as script
 
 close, equal = np.testing.assert_allclose, np.testing.assert_equal
 RATES, GAMMAS, SEEDS = [0.5, 0.125, 0.25], [0.5, 0.75, 1.0, 0.25, 0.625], [7, 8, 9]
 FLAGS = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.625 --num-seeds 3 --seed 7"
 LINES = 4
-STEPS = 2**30  # in each of four intervals: together more than 32 bits can count
+NAP = 0.01  # seconds that each run sleeps in each interval
 
 # What is known of the 45 runs, (45,) each: seeds change fastest, then gamma.
 rate = np.repeat(RATES, 5 * 3)
@@ -35,8 +34,13 @@ seed = np.tile(SEEDS, 15)
 
 
 def value_after(lines):
-    """The toy's value: it starts at the seed, and each interval adds the learning rate."""
-    return seed + lines * rate
+    """The toy's value: the square of the seed, and the learning rate for each interval."""
+    return seed**2 + lines * rate
+
+
+def steps_after(lines):
+    """The toy's steps. They differ between runs; their sum needs more than 32 bits."""
+    return lines * (2**27 + 2**20 * seed)
 
 
 def returns_in(line):
@@ -44,54 +48,70 @@ def returns_in(line):
     return np.where((seed == 7) & (line == 1), np.nan, value_after(line) * gamma)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def toy_algorithm():
-    """Put the toy into the place of the algorithm."""
+def greedy_means():
+    """Mean returns (45,) of three episodes, of which the last is 9 higher."""
+    return value_after(LINES) + 3
 
-    def init_state(run):
-        return run.seed + 0.0, 0  # and no line so far
 
-    def train_interval(run, state):
-        value, line = state[0] + run.learning_rate, state[1] + 1
-        returns = jnp.where((run.seed == 7) & (line == 1), jnp.nan, value * run.gamma)
-        metrics = {"timesteps": jnp.array(STEPS), "returns": returns, "unknown": jnp.nan}
-        return (value, line), metrics
+def init_state(run):
+    return run.seed**2 + 0.0, 0  # and no line so far
 
-    def evaluate(run, state):
-        value, _ = state
-        greedy = value + jnp.array([-9.0, 9.0])  # two episodes
-        return {"greedy_return": greedy, "params": {"layer": {"kernel": value}}}
 
+def sleep(value):
+    time.sleep(NAP)
+    return np.float32(0.0)
+
+
+def train_interval(run, state):
+    value, line = state[0] + run.learning_rate, state[1] + 1
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    value = value + jax.pure_callback(sleep, shape, value, vmap_method="sequential")
+    returns = jnp.where((run.seed == 7) & (line == 1), jnp.nan, value * run.gamma)
+    timesteps = line * (2**27 + 2**20 * run.seed)
+    return (value, line), {"timesteps": timesteps, "returns": returns}
+
+
+def evaluate(run, state):
+    value, _ = state
+    return {"greedy_return": value + jnp.array([0.0, 0.0, 9.0]), "layer": {"kernel": value}}
+
+
+@pytest.fixture(scope="module", params=[PARALLEL, REINFORCE])
+def script(request):
+    """A script with the toy in the place of its algorithm."""
+    script = load(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "init_state", init_state)
-        patch.setattr(script, "train_interval", train_interval)
-        patch.setattr(script, "evaluate", evaluate)
-        yield
+        for function in init_state, train_interval, evaluate:
+            patch.setattr(script, function.__name__, function)
+        yield script
 
 
-def run_toy(more=""):
+def run_toy(script, more=""):
     return script.main(f"{FLAGS} --num-intervals {LINES} {more}".split())
 
 
-def kernel(results):
-    return results["learned"]["params"]["layer"]["kernel"]
-
-
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
+def toy(script, tmp_path_factory):
     """One command with the toy: what main returned, what it printed, what is in the file."""
-    path, output = tmp_path_factory.mktemp("toy") / "new" / "x.npz", io.StringIO()
+    path, output = tmp_path_factory.mktemp("toy") / "x.npz", io.StringIO()
     with contextlib.redirect_stdout(output):
-        results = run_toy(f"--save {path}")  # in a folder that does not exist yet
+        results = run_toy(script, f"--save {path}")
     with np.load(path, allow_pickle=False) as file:
         saved = dict(file)
-    return SimpleNamespace(results=results, lines=output.getvalue().splitlines(), file=saved)
+    text = output.getvalue().splitlines()
+    return SimpleNamespace(
+        results=results,
+        head=text[0],
+        lines=[line for line in text if line.startswith("step ")],
+        reports=[line for line in text if "greedy return" in line],
+        file=saved,
+    )
 
 
-def numbers_in(text):
-    """All numbers of a text, without their commas."""
-    found = re.findall(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?", text)
-    return [float(number.replace(",", "")) for number in found]
+def number_after(name, text):
+    """The number that follows a name in a text."""
+    number = re.search(rf"{name}:? (nan|[-+\d.,e]+)", text)[1]
+    return float(number.replace(",", ""))
 
 
 def test_all_combinations_of_swept_values_run_with_all_seeds(toy):
@@ -102,91 +122,65 @@ def test_all_combinations_of_swept_values_run_with_all_seeds(toy):
 
 
 def test_each_run_learns_with_its_own_flags(toy):
-    returns = toy.results["curves"]["returns"]
-    assert returns.shape == (LINES, 45)
     for i in range(LINES):
-        equal(returns[i], returns_in(line=i + 1))
-    equal(kernel(toy.results), value_after(LINES))
-
-
-def test_steps_are_counted_beyond_32_bits(toy):
-    timesteps = toy.results["curves"]["timesteps"]
-    for i in range(LINES):
-        equal(timesteps[i], [STEPS * (i + 1)] * 45)
+        equal(toy.results["curves"]["returns"][i], returns_in(line=i + 1))
+        equal(toy.results["curves"]["timesteps"][i], steps_after(i + 1))
+    equal(toy.results["learned"]["layer"]["kernel"], value_after(LINES))
 
 
 def test_the_file_holds_what_main_returns_with_joined_names(toy):
     equal(toy.file["runs.gamma"], gamma)
     equal(toy.file["curves.returns"], toy.results["curves"]["returns"])
-    equal(toy.file["learned.params.layer.kernel"], value_after(LINES))
-    assert not toy.file["interrupted"]
+    equal(toy.file["learned.layer.kernel"], value_after(LINES))
+
+
+def test_the_file_holds_the_flags_of_the_command_and_the_versions_of_its_packages(toy):
     flags = json.loads(toy.file["args"].item())
-    assert flags["gamma"] == GAMMAS and flags["num_seeds"] == 3
+    assert (flags["gamma"], flags["num_seeds"], flags["seed"]) == (GAMMAS, 3, 7)
+    versions = json.loads(toy.file["versions"].item())
+    assert versions["jax"] == version("jax") and versions["gymnax"] == version("gymnax")
 
 
 def test_the_first_line_shows_runs_and_devices(toy):
-    runs, devices, *_ = numbers_in(toy.lines[0])
-    assert (runs, devices) == (45, 4)
+    assert number_after("runs", toy.head) == 45
+    assert number_after("devices", toy.head) == 4
 
 
-def shows(text, number):
-    """Whether a text has a number, to four digits."""
-    return np.isclose(numbers_in(text), number, rtol=1e-3).any()
-
-
-def test_a_line_shows_the_steps_of_a_run_and_the_mean_return(toy):
-    for line in (1, 2, 3, 4):
-        assert shows(toy.lines[line], STEPS * line)
-        assert shows(toy.lines[line], np.nanmean(returns_in(line)))
-
-
-def test_a_mean_over_some_of_the_runs_says_so(toy):
-    """In the first line, the 15 runs of seed 7 have no return. No run has the metric `unknown`."""
-    assert shows(toy.lines[1], 30) and not shows(toy.lines[2], 30)
-    assert "nan" in toy.lines[1] and "nan" in toy.lines[2]
+def test_a_line_shows_the_mean_steps_and_the_mean_return_of_all_runs(toy):
+    """In the first line, some runs have no return, so there is no mean."""
+    for i, line in enumerate(toy.lines, start=1):
+        assert number_after("step", line) == pytest.approx(steps_after(i).mean(), abs=1)
+        shown = number_after("returns", line)
+        assert shown == pytest.approx(returns_in(i).mean(), rel=1e-3, nan_ok=True)
+    assert len(toy.lines) == LINES
 
 
 def test_a_line_shows_steps_per_second_over_all_runs(toy):
-    assert shows(toy.lines[4], 45 * 4 * STEPS / toy.results["curves"]["seconds"][-1])
+    for i, line in enumerate(toy.lines):
+        shown = re.search(r"([\d,]+) steps/s", line)[1].replace(",", "")
+        seconds = toy.results["curves"]["seconds"][i]
+        assert int(shown) == pytest.approx(steps_after(i + 1).sum() / seconds, rel=1e-3)
 
 
-def test_each_setting_is_reported_with_its_values(toy):
+def test_seconds_include_what_an_interval_takes(toy):
+    """Each of four devices has twelve runs, which sleep one after the other."""
+    for i in range(LINES):
+        assert toy.results["curves"]["seconds"][i] >= (i + 1) * 12 * NAP
+
+
+def test_each_setting_is_reported_with_its_values_its_mean_and_its_worst_run(toy):
+    means = greedy_means().reshape(15, 3)
     settings = [(own_rate, own_gamma) for own_rate in RATES for own_gamma in GAMMAS]
-    for text, setting in zip(toy.lines[1 + LINES :], settings, strict=True):
-        learned = 8 + LINES * setting[0]  # the mean over seeds 7 to 9
-        expected = [*setting, learned, learned - 1]  # and that of the worst run
-        close(numbers_in(text), expected, atol=0.05)
+    for text, (own_rate, own_gamma), runs in zip(toy.reports, settings, means, strict=True):
+        assert number_after("learning_rate", text) == own_rate
+        assert number_after("gamma", text) == own_gamma
+        assert number_after("greedy return", text) == pytest.approx(runs.mean(), abs=0.05)
+        assert number_after("worst run", text) == pytest.approx(runs.min(), abs=0.05)
 
 
-@pytest.mark.parametrize("lines", [1, 3])
-def test_ctrl_c_keeps_what_the_lines_so_far_show(lines, monkeypatch, tmp_path):
-    printed = []
-
-    def print_and_interrupt(*words, **_):
-        printed.append(words)
-        if len(printed) == 1 + lines:  # the line with the devices comes before
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(script, "print", print_and_interrupt, raising=False)
-    results = run_toy(f"--save {tmp_path / 'x.npz'}")
-    assert len(results["curves"]["timesteps"]) == lines
-    equal(kernel(results), value_after(lines))
-    assert results["interrupted"] and np.load(tmp_path / "x.npz")["interrupted"]
-
-
-def test_after_ctrl_c_a_command_has_saved_and_ends_a_loop_of_the_shell(tmp_path):
-    flags = ["--total-timesteps", "2e9", "--num-intervals", "1000", "--save", tmp_path / "x.npz"]
-    command = [sys.executable, ROOT / GRID, *flags]
-    # In the background, tests ignore SIGINT. A program that they start would do so, too.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, handler)
-    process.stdout.readline()  # the devices
-    process.stdout.readline()  # the first progress line
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode == -signal.SIGINT
-    assert np.load(tmp_path / "x.npz")["interrupted"]
+def test_a_value_that_is_swept_twice_is_reported_twice(script, capsys):
+    script.main("--gamma 0.5 0.5 --num-intervals 1".split())
+    assert capsys.readouterr().out.count("gamma 0.5  greedy return") == 2
 
 
 @pytest.mark.parametrize(
@@ -196,19 +190,25 @@ def test_after_ctrl_c_a_command_has_saved_and_ends_a_loop_of_the_shell(tmp_path)
         (18, 4, 3, 24),  # five on each: batches of three and two would be compiled apart
     ],
 )
-def test_runs_are_divided_into_equal_batches(num_runs, num_devices, at_once, padded, monkeypatch):
+def test_runs_are_divided_into_equal_batches(
+    script, num_runs, num_devices, at_once, padded, monkeypatch
+):
     monkeypatch.setattr(script, "MAX_AT_ONCE", 4)
     devices, size, runs = script.divide({"seed": np.arange(num_runs)})
     assert (len(devices), size) == (num_devices, at_once)
     assert runs["seed"].tolist() == [*range(num_runs), *range(padded - num_runs)]
 
 
-def test_a_figure_shows_the_median_of_each_setting(monkeypatch, tmp_path):
+def test_a_figure_shows_the_median_of_each_setting_under_its_label(script, monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
-    run_toy(f"--plot {tmp_path / 'x.png'}")
-    drawn = [line.get_xydata() for axes in figures[0].axes for line in axes.get_lines()]
-    returns = np.stack([returns_in(line) for line in (1, 2, 3, 4)])  # (4, 45)
-    for median in np.nanmedian(returns.reshape(4, 15, 3), axis=2).T:
-        curve = np.stack([STEPS * np.arange(1, 5), median], axis=1)
-        assert any(np.allclose(curve, other) for other in drawn if len(other) == 4)
+    run_toy(script, f"--plot {tmp_path / 'x.png'}")
+    [axes] = figures[0].axes
+    curves = {line.get_label(): line.get_xydata() for line in axes.get_lines()}
+    for own_rate in RATES:
+        for own_gamma in GAMMAS:
+            label = f"median  learning_rate {own_rate:g}, gamma {own_gamma:g}"
+            rows = (rate == own_rate) & (gamma == own_gamma)
+            for i, (x, y) in enumerate(curves[label], start=1):
+                equal(x, np.median(steps_after(i)[rows]))
+                equal(y, np.median(returns_in(i)[rows]))

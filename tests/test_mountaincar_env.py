@@ -3,7 +3,11 @@
 The fixture `rollout` has all steps of many cars. Each test then checks one fact of them.
 """
 
+import contextlib
+import io
 import itertools
+import json
+import re
 from types import SimpleNamespace
 
 import gymnasium
@@ -60,18 +64,21 @@ def test_a_learner_goes_on_or_starts_again_at_rest():
     assert np.all((position >= -0.6) & (position < -0.4)) and not velocity.any()
 
 
-def test_parameters_and_shapes_are_those_of_gymnax():
+def test_parameters_and_spaces_are_those_of_gymnax():
     env, params = gymnax.make("MountainCar-v0")
     assert vars(car.PARAMS) == vars(params)
-    assert car.ENV.observation_space(params).shape == env.observation_space(params).shape
+    assert car.ENV.action_space(params).n == env.action_space(params).n
+    own, theirs = car.ENV.observation_space(params), env.observation_space(params)
+    assert own.shape == theirs.shape
+    assert own.low.tolist() == theirs.low.tolist() and own.high.tolist() == theirs.high.tolist()
 
 
 class Costly(car.MountainCar):
-    """An action costs its number, and a car starts with the velocity that the goal demands."""
+    """An action costs 1.3 times its number. A car starts with the velocity of the goal."""
 
     def step_env(self, key, state, action, params):
         obs, state, reward, terminated, info = super().step_env(key, state, action, params)
-        return obs, state, reward - action, terminated, info
+        return obs, state, reward - 1.3 * action, terminated, info
 
     def reset_env(self, key, params):
         _, state = super().reset_env(key, params)
@@ -81,16 +88,19 @@ class Costly(car.MountainCar):
 
 @pytest.fixture(scope="module")
 def rollout(tmp_path_factory):
-    """999 costly cars, six episodes each: two lines of three. 999 do not divide evenly."""
+    """999 costly cars on three of four devices, six episodes each: two lines of three."""
     path, patch = tmp_path_factory.mktemp("car") / "x.npz", pytest.MonkeyPatch()
     patch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=LIMIT, **CHANGES))
     patch.setattr(car, "ENV", Costly())
     flags = ["--num-envs", "999", "--num-episodes", "5", "--num-intervals", "2"]
-    results = car.main([*flags, "--save", str(path)])
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        results = car.main([*flags, "--save", str(path)])
     returns = car.main(flags)["curves"]["returns"]  # without --save, no steps are kept
     patch.undo()
     close(returns, results["curves"]["returns"], rtol=1e-5)
-    return SimpleNamespace(curves=results["curves"], **results["steps"]._asdict())
+    steps, lines = results.pop("steps")._asdict(), output.getvalue().splitlines()
+    return SimpleNamespace(**results, **steps, lines=lines, path=path)
 
 
 def test_the_rollout_has_episodes_of_each_length_and_cars_at_all_bounds(rollout):
@@ -113,7 +123,8 @@ def test_steps_are_those_of_gymnasium(rollout):
             action = int(rollout.action[place][t])
             next_obs, reward, terminated, *_ = env.step(action)
             close(rollout.next_obs[place][t], next_obs, rtol=0, atol=3e-7)  # single precision
-            assert rollout.reward[place][t] == reward - action
+            expected = reward - 1.3 * action if rollout.mask[place][t] else 0.0
+            close(rollout.reward[place][t], expected, rtol=1e-6)
             assert rollout.terminated[place][t] == terminated
 
 
@@ -131,13 +142,33 @@ def test_the_mask_is_true_until_an_episode_ends(rollout):
 
 def test_a_line_describes_the_episodes_of_each_car(rollout):
     lengths = rollout.mask.sum(axis=2)  # (999, 6)
-    returns = np.sum(rollout.reward, axis=2, where=rollout.mask)
+    returns = np.sum(rollout.reward, axis=2)
     ended = np.any(rollout.mask & rollout.terminated, axis=2)
     equal(rollout.curves["timesteps"], [lengths[:, :3].sum(axis=1), lengths.sum(axis=1)])
     for line, episodes in enumerate([slice(0, 3), slice(3, 6)]):
         close(rollout.curves["returns"][line], returns[:, episodes].mean(axis=1), rtol=1e-5)
         close(rollout.curves["terminated"][line], ended[:, episodes].mean(axis=1), rtol=1e-5)
         close(rollout.curves["truncated"][line], 1 - ended[:, episodes].mean(axis=1), atol=1e-6)
+
+
+def test_saved_flags_and_cars_are_those_of_the_command(rollout):
+    saved = np.load(rollout.path)
+    assert json.loads(saved["args"].item())["num_envs"] == 999
+    equal(saved["runs.seed"], np.arange(999))
+    equal(saved["steps.action"], rollout.action)
+
+
+def test_a_printed_line_shows_means_over_all_cars(rollout):
+    lines = [line for line in rollout.lines if line.startswith("step ")]
+    for i, line in enumerate(lines):
+        for name in "returns", "terminated", "truncated":
+            shown = re.search(rf"{name} (\S+)", line)[1]
+            close(float(shown), rollout.curves[name][i].mean(), rtol=1e-3)
+        timesteps, seconds = rollout.curves["timesteps"][i], rollout.curves["seconds"][i]
+        step, speed = re.search(r"step ([\d,]+).* ([\d,]+) steps/s", line).groups()
+        close(int(step.replace(",", "")), timesteps.mean(), atol=1)
+        close(int(speed.replace(",", "")), timesteps.sum() / seconds, rtol=1e-3)
+    assert len(lines) == 2
 
 
 def test_episodes_start_evenly_over_the_valley(rollout):
