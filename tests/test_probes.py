@@ -177,7 +177,7 @@ def test_a_linear_learner_finds_the_values_of(probe, name):
 # REINFORCE learns no values, so it is only tried where actions matter.
 @pytest.mark.parametrize("probe", [Choice, Match, Memory, Aim])
 def test_reinforce_finds_the_best_actions_of(probe):
-    env = probe()
+    env = reinforce.BoundedActions(Aim()) if probe is Aim else probe()
     flags = f"{FLAGS} --num-iterations 60 --learning-rate 0.1 --hidden-size 8 --eval-episodes 20"
     run = one_run(reinforce, flags, env=env, env_params=env.default_params)
 
