@@ -183,14 +183,14 @@ def test_a_deep_q_network_learns_from_the_values_of_the_averaged_one(monkeypatch
     script = changed("dqn")
     run = one_run(script, "--hidden-size 5")
     state = jax.jit(partial(script.init_state, run))()
-    averaged = jax.tree.map(lambda array: 2 * array + 0.1, state.weights)
+    averaged = {name: 2 * array + i for i, (name, array) in enumerate(state.weights.items())}
     losses = watch(monkeypatch, script, "td_loss")
     jax.jit(partial(script.train_step, run))(state._replace(target_weights=averaged), None)
     jax.effects_barrier()
-    w0, w1, w2 = (np.array(averaged[f"w{i}"]) for i in range(3))  # all b are 0.1
+    w0, b0, w1, b1, w2, b2 = (np.array(averaged[x]) for x in ("w0", "b0", "w1", "b1", "w2", "b2"))
     next_obs = losses[0].batch.next_obs / [2.4, 3.0, 0.2, 3.0]  # no pole falls in the first step
-    hidden = np.maximum(np.maximum(next_obs @ w0 + 0.1, 0) @ w1 + 0.1, 0)  # (B, 5)
-    best = (hidden @ w2 + 0.1).max(axis=1)
+    hidden = np.maximum(np.maximum(next_obs @ w0 + b0, 0) @ w1 + b1, 0)  # (B, 5)
+    best = (hidden @ w2 + b2).max(axis=1)
     np.testing.assert_allclose(losses[0].targets, 1 + 0.99 * best, rtol=1e-4)
 
 
@@ -325,6 +325,10 @@ def test_moves_slip_with_the_probability_that_is_asked_for():
     _, s2 = np.linalg.solve([[0.8, -0.1], [-0.7, 0.7]], [1, 1])
     steps_from_2 = jax.jit(partial(script.evaluate, run))(state)["greedy_steps"]
     assert float(steps_from_2) == pytest.approx(s2, abs=0.15)  # 3.06; five deviations
+    state = state._replace(cell=jnp.array([0, 1]))
+    state, _ = script.train_step(run, state, (jnp.array(False), 0.5, (jnp.array(True), 0)))
+    assert state.cell.tolist() == [0, 2]  # it slipped to the right
+    assert np.argwhere(state.q_table != left).tolist() == [[0, 1, 2]]  # and learned about the left
 
 
 def test_random_pairs_are_a_run_each_with_each_seed():
