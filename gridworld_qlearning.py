@@ -9,12 +9,12 @@
 
 This update follows each step (Watkins 1989; Sutton & Barto 2018, section 6.5). The agent starts in
 the lower right cell, and the reward is 1 in the upper left cell, the goal, and 0 elsewhere. Only
-the actions are random, so a constant alpha converges to the exact values, as long as all actions
+the actions are random. So a constant alpha converges to the exact values, as long as all actions
 are tried again and again (epsilon > 0). The exact value is Q(s, a) = gamma^(d - 1), where d is the
-number of steps of the shortest path to the goal that begins with a.
+number of steps of the shortest path from s to the goal whose first action is a.
 
     python gridworld_qlearning.py                                          # one agent
-    python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # 1,000
+    python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # 1,000 agents
 
 Shapes: R runs (agents), K intervals, T = BLOCK steps, H = num_rows, W = num_columns, A actions.
 """
@@ -40,8 +40,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) change of row, of column
-SIGNS = np.array([">", "v", "<", "^"])  # (A,) how they are printed: right, down, left, up
+MOVES = np.array([[0, 1], [1, 0], [0, -1], [-1, 0]])  # (A, 2) right, down, left, up
+SIGNS = np.array([">", "v", "<", "^"])  # (A,) how they are printed
 BLOCK = 1000  # steps whose random numbers are drawn at once
 
 
@@ -61,7 +61,7 @@ def fraction(text):
 
 
 def check_file(parser, path, *endings):
-    """Refuse a file that has none of the endings, or no folder, before anything is computed."""
+    """Refuse a wrong ending or a missing folder, before anything is computed."""
     if path and not (path.endswith(endings) and os.path.isdir(os.path.dirname(path) or ".")):
         parser.error(f"{path} must end in {' or '.join(endings)}, and its folder must exist")
 
@@ -88,7 +88,7 @@ def parse_args(argv=None):
     check_file(parser, args.plot, ".png", ".pdf", ".svg")
     if args.seed < 0 or args.seed + args.num_seeds > 2**31:
         parser.error("--seed and the seeds that follow must be from 0 to 2**31 - 1")
-    # The total is rounded up to whole blocks, and these to equal intervals.
+    # Timesteps are rounded up to whole blocks, and these so that all intervals are equal.
     num_blocks = math.ceil(args.total_timesteps / BLOCK)
     args.interval_blocks = math.ceil(num_blocks / args.num_intervals)
     args.num_intervals = math.ceil(num_blocks / args.interval_blocks)
@@ -96,8 +96,8 @@ def parse_args(argv=None):
 
 
 # The algorithm, for one run. `run` holds its flags. Its seed and its values of swept flags are
-# traced arrays: use them in arithmetic, not as a shape or in `if`. `main` vmaps these functions
-# over many runs.
+# traced arrays: use them in arithmetic, not as a shape or in `if`. `compile_over_runs` vmaps
+# these functions over many runs.
 
 
 class TrainState(NamedTuple):
@@ -107,7 +107,7 @@ class TrainState(NamedTuple):
     q_table: jax.Array  # (H, W, A)
     cell: jax.Array  # (2,) where the agent is: row, column
     timesteps: jax.Array  # environment steps so far
-    episode_began: jax.Array  # at this number of steps
+    episode_began: jax.Array  # timesteps when the current episode began
 
 
 def start(run):
@@ -145,7 +145,7 @@ def select_action(values, explore, uniform):
 
 
 def train_step(run, state, draws):
-    """Take one step and update the value of its action. Also return what to add up."""
+    """Take one step and update the value of its action. Also return counts to sum."""
     row, column = state.cell
     explore, uniform = draws
     values = state.q_table[row, column]  # (A,)
@@ -177,7 +177,7 @@ def train_interval(run, state):
     before = state.episode_began
     state, metrics = jax.lax.scan(partial(train_block, run), state, length=run.interval_blocks)
     sums = jax.tree.map(partial(jnp.sum, axis=0), metrics)
-    # One episode follows the other, so this is the length of all that ended.
+    # One episode follows the other, so this is the total length of those that ended.
     episode_steps = state.episode_began - before
     return state, dict(timesteps=state.timesteps, episode_steps=episode_steps, **sums)
 
@@ -207,8 +207,8 @@ def evaluate(run, state):
     }
 
 
-def grid_text(tables):
-    """Mean values max_a Q and greedy actions of tables (R, H, W, A); "." where all are 0."""
+def grid_text(tables):  # (R, H, W, A)
+    """Means of max_a Q, and greedy actions of the mean table; "." where all are 0."""
     values = tables.max(axis=-1).mean(axis=0)  # (H, W)
     table = tables.mean(axis=0)  # (H, W, A)
     signs = np.where(np.any(table, axis=-1), SIGNS[table.argmax(axis=-1)], ".")
@@ -315,7 +315,7 @@ def main(argv=None):
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, at_once, padded = divide(runs)
+    devices, at_once, padded = divide(runs)  # padded with copies of runs
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()

@@ -2,7 +2,7 @@
 # requires-python = ">=3.11,<3.15"
 # dependencies = ["jax==0.10.1", "gymnax==1.0.1", "six==1.17.0"]  # gymnax needs six
 # ///
-"""How to write an environment in pure JAX: MountainCar-v0, and its rollout on all devices.
+"""How to write an environment in pure JAX: MountainCar-v0, and its rollout.
 
 A car is too weak to drive straight up a hill. It must first swing back and forth to gain speed
 (Moore 1990; Sutton & Barto 2018, example 10.1). Action a is 0 (push left), 1 (do not push) or
@@ -10,7 +10,7 @@ A car is too weak to drive straight up a hill. It must first swing back and fort
 a step:
 
     velocity <- velocity + (a - 1) force - gravity cos(3 position),    at most max_speed either way
-    position <- position + velocity,    from wall to wall, and velocity <- 0 at the left wall
+    position <- position + velocity,    within the track, and velocity <- 0 at the left wall
 
     python mountaincar_env.py --policy rocking    # this policy reaches the goal
     python mountaincar_env.py                     # random actions do not
@@ -44,7 +44,7 @@ from gymnax.environments import environment, spaces
 
 @struct.dataclass
 class EnvParams(environment.EnvParams):
-    """Constants of Sutton & Barto, or Gymnasium's (G). The unit of length is that of position."""
+    """Constants of Sutton & Barto, or Gymnasium's (G)."""
 
     min_position: float = -1.2  # length; a wall
     max_position: float = 0.6  # length; the end of the track, beyond the goal (G)
@@ -65,7 +65,7 @@ class EnvState(environment.EnvState):
 
 
 def cosine(x):
-    """cos(x), 2.4 to 5.5 times as fast on a CPU as by jnp.cos: the car's slope is most of its work.
+    """cos(x), 2.4 to 5.5 times as fast on a CPU as jnp.cos, which would take most of the time.
 
     Taylor's series around the nearest multiple of 2 pi; its error is below 1e-6 on the track.
     """
@@ -127,7 +127,7 @@ ENV = MountainCar()
 PARAMS = ENV.default_params
 
 
-MAX_SAVED = 500_000  # episodes, which --save holds in memory: 3 GB
+MAX_SAVED = 500_000  # the most episodes that --save can hold in memory: 3 GB
 
 
 def count(text):
@@ -139,7 +139,7 @@ def count(text):
 
 
 def check_file(parser, path, *endings):
-    """Refuse a file that has none of the endings, or no folder, before anything is computed."""
+    """Refuse a wrong ending or a missing folder, before anything is computed."""
     if path and not (path.endswith(endings) and os.path.isdir(os.path.dirname(path) or ".")):
         parser.error(f"{path} must end in {' or '.join(endings)}, and its folder must exist")
 
@@ -184,7 +184,7 @@ class Step(NamedTuple):
 
 
 def choose_action(args, obs, uniform):
-    """Choose an action, of the shape of its space. `uniform` is a random number in [0, 1)."""
+    """Choose an action. `uniform` is a random number in [0, 1)."""
     if args.policy == "rocking":
         return jnp.where(obs[1] < 0, 0, 2)
     return (ENV.num_actions * uniform).astype(int)
@@ -254,7 +254,7 @@ def main(argv=None):
     """Roll out and save. Return what --save writes, as nested dictionaries."""
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
     devices = jax.devices()
-    devices = devices[: math.gcd(args.num_envs, len(devices))]  # so that all have as many cars
+    devices = devices[: math.gcd(args.num_envs, len(devices))]  # the same number of cars on each
     axis = jax.sharding.PartitionSpec("cars")  # the first axis of each array is divided
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "cars"), axis)
     over_cars = partial(jax.jit, in_shardings=sharding, out_shardings=sharding)

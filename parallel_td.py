@@ -76,7 +76,7 @@ def positive(text):
 
 
 def check_file(parser, path, *endings):
-    """Refuse a file that has none of the endings, or no folder, before anything is computed."""
+    """Refuse a wrong ending or a missing folder, before anything is computed."""
     if path and not (path.endswith(endings) and os.path.isdir(os.path.dirname(path) or ".")):
         parser.error(f"{path} must end in {' or '.join(endings)}, and its folder must exist")
 
@@ -107,7 +107,7 @@ def parse_args(argv=None):
     check_file(parser, args.plot, ".png", ".pdf", ".svg")
     if args.seed < 0 or args.seed + args.num_seeds > 2**31:
         parser.error("--seed and the seeds that follow must be from 0 to 2**31 - 1")
-    # The total is rounded up to equal intervals.
+    # Timesteps are rounded up, so that all intervals are equal.
     num_updates = math.ceil(args.total_timesteps / args.num_envs / args.num_steps)
     args.interval_updates = math.ceil(num_updates / args.num_intervals)
     args.num_intervals = math.ceil(num_updates / args.interval_updates)
@@ -122,8 +122,8 @@ def make_env(args):
 
 
 # The algorithm, for one run. `run` holds its flags, `env` and `env_params`. Its seed and its values
-# of swept flags are traced arrays: use them in arithmetic, not as a shape or in `if`. `main` vmaps
-# these functions over many runs.
+# of swept flags are traced arrays: use them in arithmetic, not as a shape or in `if`.
+# `compile_over_runs` vmaps these functions over many runs.
 
 
 class Transition(NamedTuple):
@@ -140,7 +140,7 @@ class TrainState(NamedTuple):
     """The state of one run."""
 
     key: jax.Array
-    centers: jax.Array  # (D, F) of the features; they stay as they are
+    centers: jax.Array  # (D, F) never trained
     weights: jax.Array  # (A, F)
     opt_state: optax.OptState
     env_state: gymnax.EnvState  # (N,)
@@ -247,7 +247,7 @@ def train_step(run, state, _):
 
 
 def train_interval(run, state):
-    """Make the updates up to the next progress line. Also return the means of all metrics."""
+    """Make the updates up to the next progress line. Also return what it shows."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
     returns = means.pop("return_sum") / means.pop("episodes")  # nan if no episode ended
@@ -313,7 +313,7 @@ COMPILER_OPTIONS = {
         # In jax 0.11: not to call a library for small matrices, 1.5 times as fast.
         "xla_disable_hlo_passes": "dot-library-rewriter",
     },
-    "gpu": {"xla_gpu_autotune_level": 0},  # else kernels, and roundings, differ between commands
+    "gpu": {"xla_gpu_autotune_level": 0},  # otherwise, results differ between commands
 }
 
 
@@ -384,7 +384,7 @@ def main(argv=None):
     env, env_params = make_env(args)
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, at_once, padded = divide(runs)
+    devices, at_once, padded = divide(runs)  # padded with copies of runs
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()

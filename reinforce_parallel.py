@@ -4,13 +4,14 @@
 # ///
 r"""REINFORCE: N episodes are played at a time. As their lengths differ, they are padded and masked.
 
-Each iteration plays N episodes with the current policy pi, then makes one Adam step along
+Each iteration plays N episodes with the current policy pi, then makes one Adam step with
 
     1/N sum_i sum_t mask_it (G_it - b_t) grad log pi(A_it | S_it),    G_it = R_it + gamma G_i,t+1
 
 (Williams 1992; Sutton & Barto 2018, section 13.4). The mask is 1 up to the last step of episode i
 and 0 in the padding after it. The baseline b_t is the mean of all N returns to go; an episode that
-has ended counts as 0. The book's factor gamma^t is left out. No bootstrap at the time limit.
+has ended counts as 0. The book's factor gamma^t is left out. Rewards after the time limit
+count as 0.
 
     python reinforce_parallel.py --gif pole.gif    # CartPole-v1
     python reinforce_parallel.py --env-id Acrobot-v1 --num-envs 256 --num-iterations 50 \
@@ -63,7 +64,7 @@ def fraction(text):
 
 
 def check_file(parser, path, *endings):
-    """Refuse a file that has none of the endings, or no folder, before anything is computed."""
+    """Refuse a wrong ending or a missing folder, before anything is computed."""
     if path and not (path.endswith(endings) and os.path.isdir(os.path.dirname(path) or ".")):
         parser.error(f"{path} must end in {' or '.join(endings)}, and its folder must exist")
 
@@ -97,7 +98,7 @@ def parse_args(argv=None):
         parser.error("--seed and the seeds that follow must be from 0 to 2**31 - 1")
     if args.num_envs == 1:
         parser.error("--num-envs must be at least 2, since the baseline is a mean over episodes")
-    # The number of updates is rounded up to equal intervals.
+    # Updates are rounded up, so that all intervals are equal.
     args.interval_updates = math.ceil(args.num_iterations / args.num_intervals)
     args.num_intervals = math.ceil(args.num_iterations / args.interval_updates)
     args.num_updates = args.num_intervals * args.interval_updates
@@ -124,8 +125,8 @@ def make_env(args):
 
 
 # The algorithm, for one run. `run` holds its flags, `env` and `env_params`. Its seed and its values
-# of swept flags are traced arrays: use them in arithmetic, not as a shape or in `if`. `main` vmaps
-# these functions over many runs.
+# of swept flags are traced arrays: use them in arithmetic, not as a shape or in `if`.
+# `compile_over_runs` vmaps these functions over many runs.
 
 
 class Step(NamedTuple):
@@ -237,7 +238,7 @@ def play(run, params, key, greedy=False):
     return steps
 
 
-def truncate(episodes):
+def cut_to_shortest(episodes):
     """Cut all episodes (N, T) at the end of the shortest. This biases the gradient.
 
     Where all rewards are equal, as in CartPole-v1, all advantages are 0: nothing is learned.
@@ -286,7 +287,7 @@ def train_step(run, state, _):
     episodes = jax.vmap(partial(play, run, state.params))(keys)  # (N, T)
     returns = jnp.mean(jnp.sum(episodes.reward, axis=1))  # of whole episodes
     timesteps = state.timesteps + jnp.sum(episodes.mask)
-    episodes = truncate(episodes) if run.sync == "truncation" else episodes
+    episodes = cut_to_shortest(episodes) if run.sync == "truncation" else episodes
     # The advantages are computed outside of the loss, so no gradient flows through them.
     advantage = advantages(run, episodes)  # (N, T)
     grad = jax.grad(policy_loss)(state.params, episodes, advantage)
@@ -296,7 +297,7 @@ def train_step(run, state, _):
 
 
 def train_interval(run, state):
-    """Make the updates up to the next progress line. Also return the means of all metrics."""
+    """Make the updates up to the next progress line. Also return what it shows."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
     means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
     return state, dict(timesteps=state.timesteps, **means)
@@ -351,8 +352,8 @@ def animate(args, learned):
 PACKAGES = "jax", "jaxlib", "optax", "gymnax"  # results depend on their versions
 MAX_AT_ONCE = 2  # runs vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {
-    "cpu": {"xla_backend_optimization_level": 1},  # compiles in 0.6 of the time, runs as fast
-    "gpu": {"xla_gpu_autotune_level": 0},  # else kernels, and roundings, differ between commands
+    "cpu": {"xla_backend_optimization_level": 1},  # compiles in 0.6 of the time of level 3
+    "gpu": {"xla_gpu_autotune_level": 0},  # otherwise, results differ between commands
 }
 
 
@@ -423,7 +424,7 @@ def main(argv=None):
     env, env_params = make_env(args)
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, at_once, padded = divide(runs)
+    devices, at_once, padded = divide(runs)  # padded with copies of runs
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()

@@ -32,6 +32,14 @@ def test_a_fraction_outside_of_0_and_1_is_refused(script, refusal):
         assert "--gamma" in refusal(script, f"--gamma {text}")
 
 
+@pytest.mark.parametrize("script", LEARNERS)
+def test_each_swept_flag_but_the_width_is_a_fraction(script, refusal):
+    for name, value in vars(load(script).parse_args([])).items():
+        if isinstance(value, list) and name != "sigma":
+            flag = "--" + name.replace("_", "-")
+            assert flag in refusal(script, f"{flag} 1.1")
+
+
 @pytest.mark.parametrize("script", TRIO)
 def test_a_width_that_is_no_positive_number_is_refused(script, refusal):
     for text in ("x", "0", "-0.5", "nan", "inf"):
@@ -44,6 +52,15 @@ def test_a_file_with_another_ending_or_in_no_folder_is_refused(script, refusal, 
     assert "x.npz must end in .npz, and its folder" in refusal(script, "--save /no/such/x.npz")
     few = "--num-envs 2" if script == CAR else ""
     assert load(script).parse_args(f"--save {tmp_path / 'x.npz'} {few}".split())
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"), [*[(script, "--plot") for script in LEARNERS], (REINFORCE, "--gif")]
+)
+def test_a_picture_with_another_ending_or_in_no_folder_is_refused(script, flag, refusal):
+    ending = ".gif" if flag == "--gif" else ".png"
+    assert f"x.txt must end in {ending}" in refusal(script, f"{flag} x.txt")
+    assert "its folder must exist" in refusal(script, f"{flag} /no/such/x{ending}")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -114,6 +114,13 @@ def test_exploring_actions_and_best_actions_are_equally_likely(epsilon, monkeypa
         assert len(taken) > 200
 
 
+def test_only_equal_values_are_equally_good():
+    """Far from the goal, values of neighbors differ little."""
+    values = jnp.array([0.001, 0.0011, 0.001, 0.0])
+    taken = {int(grid.select_action(values, False, jnp.array(u))) for u in (0.0, 0.4, 0.99)}
+    assert taken == {DOWN}
+
+
 def test_actions_of_other_steps_blocks_and_runs_are_independent(monkeypatch):
     """One action is best everywhere, and 40 % of the steps explore."""
     of_run, steps = [], watch(monkeypatch, grid, ENV_STEP)
@@ -231,5 +238,6 @@ def test_a_setting_is_drawn_with_its_mean_values_and_best_moves(monkeypatch, lea
     (panel,) = [axes for axes in figures[0].axes if axes.get_title() == "gamma 0.9"]
     assert panel.images[0].get_array().tolist() == [[0, 0.25, 0.25], [1, 0.75, 0]]
     arrows = panel.findobj(Quiver)[0]
+    assert arrows.angles == "xy" and panel.yaxis_inverted()  # the next row is farther down
     drawn = zip(arrows.X, arrows.Y, arrows.U, arrows.V, strict=True)  # column, row, right, down
     assert sorted(drawn) == [(0, 1, 0, -1), (1, 0, 1, 0), (1, 1, -1, 0), (2, 0, 0, 1)]

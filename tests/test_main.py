@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 import time
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -138,7 +139,8 @@ def test_the_file_holds_the_flags_of_the_command_and_the_versions_of_its_package
     flags = json.loads(toy.file["args"].item())
     assert (flags["gamma"], flags["num_seeds"], flags["seed"]) == (GAMMAS, 3, 7)
     versions = json.loads(toy.file["versions"].item())
-    assert versions["jax"] == version("jax") and versions["gymnax"] == version("gymnax")
+    assert versions.pop("script") == sys.argv[0]
+    assert versions == {name: version(name) for name in ("jax", "jaxlib", "optax", "gymnax")}
 
 
 def test_the_first_line_shows_runs_and_devices(toy):
@@ -178,6 +180,22 @@ def test_each_setting_is_reported_with_its_values_its_mean_and_its_worst_run(toy
         assert number_after("worst run", text) == pytest.approx(runs.min(), abs=0.05)
 
 
+def test_seconds_begin_after_compilation(script, monkeypatch):
+    compile_over_runs = script.compile_over_runs
+
+    def slowly(*args, **kwargs):
+        time.sleep(1)
+        return compile_over_runs(*args, **kwargs)
+
+    monkeypatch.setattr(script, "compile_over_runs", slowly)
+    assert script.main(["--num-intervals", "1"])["curves"]["seconds"][0] < 1
+
+
+def test_a_label_tells_near_values_apart(script):
+    args = script.parse_args("--gamma 0.9999 0.99995 --num-seeds 2".split())
+    assert [label for label, _ in script.make_runs(args)[1]] == ["gamma 0.9999", "gamma 0.99995"]
+
+
 def test_a_value_that_is_swept_twice_is_reported_twice(script, capsys):
     script.main("--gamma 0.5 0.5 --num-intervals 1".split())
     assert capsys.readouterr().out.count("gamma 0.5  greedy return") == 2
@@ -199,11 +217,38 @@ def test_runs_are_divided_into_equal_batches(
     assert runs["seed"].tolist() == [*range(num_runs), *range(padded - num_runs)]
 
 
-def test_a_figure_shows_the_median_of_each_setting_under_its_label(script, monkeypatch, tmp_path):
+def test_few_runs_need_few_devices(script):
+    assert [len(script.divide({"seed": np.arange(n)})[0]) for n in (1, 3, 5)] == [1, 3, 3]
+
+
+@pytest.fixture
+def axes(script, monkeypatch, tmp_path):
+    """What is drawn: for each setting three thin lines, of its runs, and then a bold one."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
     run_toy(script, f"--plot {tmp_path / 'x.png'}")
-    [axes] = figures[0].axes
+    return figures[0].axes[0]
+
+
+def test_a_thin_line_shows_each_run_in_the_color_of_its_setting(axes):
+    lines = axes.get_lines()
+    for i in range(15):
+        *thin, bold = lines[4 * i : 4 * i + 4]
+        for run, line in enumerate(thin, start=3 * i):
+            equal(line.get_xdata(), [steps_after(k)[run] for k in range(1, LINES + 1)])
+            equal(line.get_ydata(), [returns_in(k)[run] for k in range(1, LINES + 1)])
+            assert line.get_color() == bold.get_color()
+
+
+def test_a_legend_names_the_settings_and_their_colors(axes):
+    [legend] = axes.figure.legends
+    handles = zip(legend.texts, legend.legend_handles, strict=True)
+    shown = [(text.get_text(), line.get_color()) for text, line in handles]
+    assert shown == [(line.get_label(), line.get_color()) for line in axes.get_lines()[3::4]]
+    assert len({color for _, color in shown}) == 10  # then colors repeat
+
+
+def test_a_figure_shows_the_median_of_each_setting_under_its_label(axes):
     curves = {line.get_label(): line.get_xydata() for line in axes.get_lines()}
     for own_rate in RATES:
         for own_gamma in GAMMAS:

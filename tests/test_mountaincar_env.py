@@ -68,6 +68,7 @@ def test_parameters_and_spaces_are_those_of_gymnax():
     env, params = gymnax.make("MountainCar-v0")
     assert vars(car.PARAMS) == vars(params)
     assert car.ENV.action_space(params).n == env.action_space(params).n
+    params = params.replace(**CHANGES)
     own, theirs = car.ENV.observation_space(params), env.observation_space(params)
     assert own.shape == theirs.shape
     assert own.low.tolist() == theirs.low.tolist() and own.high.tolist() == theirs.high.tolist()
@@ -88,7 +89,7 @@ class Costly(car.MountainCar):
 
 @pytest.fixture(scope="module")
 def rollout(tmp_path_factory):
-    """999 costly cars on three of four devices, six episodes each: two lines of three."""
+    """999 costly cars on one device, six episodes each: two lines of three."""
     path, patch = tmp_path_factory.mktemp("car") / "x.npz", pytest.MonkeyPatch()
     patch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=LIMIT, **CHANGES))
     patch.setattr(car, "ENV", Costly())
@@ -201,6 +202,12 @@ def test_a_car_depends_on_its_seed_alone(short):
     alone = short("--num-envs 1 --num-intervals 1 --seed 7")
     for of_all, of_one in zip(many, alone, strict=True):
         close(of_one[0], of_all[7], rtol=0, atol=1e-6)  # another program may round
+
+
+@pytest.mark.parametrize(("cars", "devices"), [(8, 4), (6, 2), (1, 1)])
+def test_cars_are_divided_evenly_among_devices(cars, devices, short, capsys):
+    short(f"--num-envs {cars}")
+    assert f"cars: {cars}  devices: {devices} x" in capsys.readouterr().out
 
 
 def test_rocking_pushes_in_the_direction_of_motion(short):

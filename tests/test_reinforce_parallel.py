@@ -51,7 +51,7 @@ def test_discrete_actions_have_the_probabilities_of_a_softmax():
 
 
 def test_continuous_actions_are_normal_around_their_mean():
-    params, obs, log_std = random_params(2), np.ones(3), np.array([0.3, -0.8])
+    params, obs, log_std = random_params(2), np.ones(3), np.array([3.0, -5.0])
     policy = rp.policy(params | {"log_std": log_std}, obs)
     mean, std = forward(params, obs), np.exp(log_std)
     close(policy.mode(), mean)
@@ -363,3 +363,17 @@ def test_a_film_shows_the_states_of_the_first_greedy_episode_up_to_its_end(monke
     shown = [[state.x, state.x_dot, state.theta, state.theta_dot] for state in states]
     close(shown, learned["episode"].obs[:length], atol=1e-6)
     assert rewards[:length].tolist() == [*range(1, length + 1)]
+
+
+def test_a_film_shows_run_0_and_at_most_200_steps(monkeypatch):
+    """Two runs of 300 steps. A state is the number of its step, or 300 more in run 1."""
+    films = []
+
+    def visualizer(env, env_params, states, rewards):
+        films.append(states)
+        return SimpleNamespace(animate=len)
+
+    monkeypatch.setattr("gymnax.visualize.Visualizer", visualizer)
+    t = np.arange(600).reshape(2, 300)
+    rp.animate(one_run(rp, "--gif x.gif"), {"episode": rp.Step(t, t, t, t >= 0, t)})
+    assert films == [[*range(200)]]
