@@ -86,10 +86,12 @@ class Later(Constant):
 
 
 class Best(Later):
-    """The second action pays: 0 or 1. Does the value count on the best action that follows?"""
+    """The last of three actions pays most. Does the value count on the best action that follows?"""
+
+    num_actions = 3
 
     def reward(self, state, action):
-        return jnp.where(state.time == 1, action, 0.0)
+        return jnp.where(state.time == 1, action / 2, 0.0)
 
 
 class Choice(Constant):
@@ -143,7 +145,7 @@ VALUES = {
     Constant: {0: (1, 1)},
     Light: {-1: (-1, -1), 1: (1, 1)},
     Later: {0: (GAMMA, GAMMA), 1: (1, 1)},
-    Best: {0: (GAMMA, GAMMA), 1: (0, 1)},
+    Best: {0: (GAMMA, GAMMA, GAMMA), 1: (0, 0.5, 1)},
     Choice: {0: (-1, 0, 1)},
     Match: {-1: (1, -1), 1: (-1, 1)},
     Memory: {0: (-GAMMA, GAMMA), -1: (-1, -1), 1: (1, 1)},
