@@ -1,9 +1,11 @@
 """Flags: a wrong value is refused in one line that names it, before anything is compiled."""
 
+import os
 import re
+import runpy
 
 import pytest
-from conftest import CAR, DECAY, GRID, LEARNERS, REINFORCE, REPLAY, SCRIPTS, TRIO, load
+from conftest import CAR, DECAY, GRID, LEARNERS, REINFORCE, REPLAY, ROOT, SCRIPTS, TRIO, load
 
 
 @pytest.fixture
@@ -30,6 +32,7 @@ def test_a_count_that_is_no_positive_integer_is_refused(script, refusal):
 def test_a_fraction_outside_of_0_and_1_is_refused(script, refusal):
     for text in ("x", "-0.1", "1.1", "nan", "0.1 x"):
         assert "--gamma" in refusal(script, f"--gamma {text}")
+    assert load(script).parse_args("--gamma 0 1".split()).gamma == [0, 1]
 
 
 @pytest.mark.parametrize("script", LEARNERS)
@@ -68,7 +71,8 @@ def test_the_seeds_of_all_runs_fit_into_32_bits(script, refusal):
     runs = "--num-envs 10" if script == CAR else "--num-seeds 10"
     for seed in ("-1", "4294967296", "2147483639"):
         assert "--seed" in refusal(script, f"--seed {seed} {runs}")
-    assert load(script).parse_args(f"--seed 2147483638 {runs}".split())
+    for seed in (0, 2147483638):
+        assert load(script).parse_args(f"--seed {seed} {runs}".split()).seed == seed
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -111,3 +115,12 @@ def test_each_flag_has_a_help_text_with_its_default(script, capsys):
 def test_there_are_no_more_intervals_than_updates(script, five_updates):
     args = load(script).parse_args(f"{five_updates} --num-intervals 1000".split())
     assert args.num_intervals == 5
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_settings_of_the_user_win(script, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1000")
+    monkeypatch.setenv("XLA_FLAGS", "--mine=1")
+    runpy.run_path(str(ROOT / script))  # not as the main program: it only defines
+    assert os.environ["JAX_NUM_CPU_DEVICES"] == "1000"
+    assert os.environ["XLA_FLAGS"].endswith("--mine=1")

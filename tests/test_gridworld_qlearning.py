@@ -116,7 +116,7 @@ def test_exploring_actions_and_best_actions_are_equally_likely(epsilon, monkeypa
 
 def test_only_equal_values_are_equally_good():
     """Far from the goal, values of neighbors differ little."""
-    values = jnp.array([0.001, 0.0011, 0.001, 0.0])
+    values = 1e-8 * jnp.array([0.1, 0.11, 0.1, 0.0])
     taken = {int(grid.select_action(values, False, jnp.array(u))) for u in (0.0, 0.4, 0.99)}
     assert taken == {DOWN}
 
@@ -172,6 +172,15 @@ def test_a_printed_line_pools_the_episodes_of_all_agents(capsys):
             length, abs=0.1
         )
         assert float(re.search(r"episodes ([\d.]+)", line)[1]) == pytest.approx(episodes.mean())
+
+
+def test_a_printed_line_shows_steps_and_steps_per_second(capsys):
+    curves = grid.main("--total-timesteps 3000 --num-intervals 3 --num-seeds 8".split())["curves"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    for line, steps, seconds in zip(lines, curves["timesteps"], curves["seconds"], strict=True):
+        step, speed = re.search(r"step ([\d,]+).* ([\d,]+) steps/s", line).groups()
+        assert int(step.replace(",", "")) == steps.mean()
+        close(int(speed.replace(",", "")), steps.sum() / seconds, rtol=1e-3)
 
 
 def test_steps_per_episode_are_nan_until_an_episode_ends(capsys):
@@ -237,6 +246,7 @@ def test_a_setting_is_drawn_with_its_mean_values_and_best_moves(monkeypatch, lea
     grid.draw(SimpleNamespace(plot="x.png"), settings, {"learned": learned})
     (panel,) = [axes for axes in figures[0].axes if axes.get_title() == "gamma 0.9"]
     assert panel.images[0].get_array().tolist() == [[0, 0.25, 0.25], [1, 0.75, 0]]
+    assert all(image.colorbar for axes in figures[0].axes for image in axes.images)
     arrows = panel.findobj(Quiver)[0]
     assert arrows.angles == "xy" and panel.yaxis_inverted()  # the next row is farther down
     drawn = zip(arrows.X, arrows.Y, arrows.U, arrows.V, strict=True)  # column, row, right, down

@@ -41,12 +41,12 @@ def value_after(lines):
 
 def steps_after(lines):
     """The toy's steps. They differ between runs; their sum needs more than 32 bits."""
-    return lines * (2**27 + 2**20 * seed)
+    return lines * (2**27 + 2**20 * seed + 1)
 
 
 def returns_in(line):
-    """The toy's returns. Runs of seed 7 have none in the first line."""
-    return np.where((seed == 7) & (line == 1), np.nan, value_after(line) * gamma)
+    """The toy's returns, some below 0. Runs of seed 7 have none in the first line."""
+    return np.where((seed == 7) & (line == 1), np.nan, value_after(line) * gamma - 50)
 
 
 def greedy_means():
@@ -67,8 +67,8 @@ def train_interval(run, state):
     value, line = state[0] + run.learning_rate, state[1] + 1
     shape = jax.ShapeDtypeStruct((), jnp.float32)
     value = value + jax.pure_callback(sleep, shape, value, vmap_method="sequential")
-    returns = jnp.where((run.seed == 7) & (line == 1), jnp.nan, value * run.gamma)
-    timesteps = line * (2**27 + 2**20 * run.seed)
+    returns = jnp.where((run.seed == 7) & (line == 1), jnp.nan, value * run.gamma - 50)
+    timesteps = line * (2**27 + 2**20 * run.seed + 1)
     return (value, line), {"timesteps": timesteps, "returns": returns}
 
 
@@ -246,6 +246,21 @@ def test_a_legend_names_the_settings_and_their_colors(axes):
     shown = [(text.get_text(), line.get_color()) for text, line in handles]
     assert shown == [(line.get_label(), line.get_color()) for line in axes.get_lines()[3::4]]
     assert len({color for _, color in shown}) == 10  # then colors repeat
+
+
+def test_a_figure_names_its_axes_and_leaves_room_for_the_curves(axes):
+    names = axes.get_xlabel(), axes.get_ylabel()
+    assert names == ("environment steps", "return of training episodes")
+    axes.figure.draw_without_rendering()  # this places the axes beside the legend
+    assert axes.get_window_extent().height / axes.figure.dpi > 3  # inches
+
+
+def test_all_points_are_inside_of_the_axes(axes):
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    for line in axes.get_lines():
+        x, y = line.get_xdata(), line.get_ydata()
+        assert left < np.min(x) and np.max(x) < right
+        assert bottom < np.nanmin(y) and np.nanmax(y) < top
 
 
 def test_a_figure_shows_the_median_of_each_setting_under_its_label(axes):

@@ -93,7 +93,7 @@ def rollout(tmp_path_factory):
     path, patch = tmp_path_factory.mktemp("car") / "x.npz", pytest.MonkeyPatch()
     patch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=LIMIT, **CHANGES))
     patch.setattr(car, "ENV", Costly())
-    flags = ["--num-envs", "999", "--num-episodes", "5", "--num-intervals", "2"]
+    flags = "--seed 5 --num-envs 999 --num-episodes 5 --num-intervals 2".split()
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         results = car.main([*flags, "--save", str(path)])
@@ -155,7 +155,7 @@ def test_a_line_describes_the_episodes_of_each_car(rollout):
 def test_saved_flags_and_cars_are_those_of_the_command(rollout):
     saved = np.load(rollout.path)
     assert json.loads(saved["args"].item())["num_envs"] == 999
-    equal(saved["runs.seed"], np.arange(999))
+    equal(saved["runs.seed"], 5 + np.arange(999))
     equal(saved["steps.action"], rollout.action)
 
 

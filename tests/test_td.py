@@ -39,7 +39,7 @@ SCALE = [2.4, 3.0, 0.2, 3.0]  # of CartPole-v1
 
 
 class Pole(gymnax.environments.CartPole):
-    """A pole with rewards of 3.3 or 4.7, by action; what is observed after its fall is nan.
+    """A pole with rewards of 33 or 47, by action; what is observed after its fall is nan.
 
     A reward tells its action, and nan shows wherever a terminal state is not cut off. What is
     observed at the start is nan, too, if the script does not pass the run's own parameters.
@@ -51,7 +51,7 @@ class Pole(gymnax.environments.CartPole):
 
     def step_env(self, key, state, action, params):
         obs, state, _, terminated, info = super().step_env(key, state, action, params)
-        return jnp.where(terminated, jnp.nan, obs), state, 3.3 + 1.4 * action, terminated, info
+        return jnp.where(terminated, jnp.nan, obs), state, 33 + 14 * action, terminated, info
 
 
 def pole_run(script, flags, **own):
@@ -134,7 +134,7 @@ def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learni
             expected, _, falls, *_ = env.step(int(action))
             assert terminated == falls
             close(next_obs, np.nan if falls else expected, rtol=1e-4, atol=1e-5)
-            close(reward, 3.3 + 1.4 * action)
+            close(reward, 33 + 14 * action)
 
 
 def test_an_episode_goes_on_from_its_next_observation_until_it_ends(learning):
@@ -293,6 +293,23 @@ def test_runs_draw_batches_from_places_of_their_own(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*TRIO, REINFORCE])
+def test_a_small_gradient_makes_a_whole_step(name):
+    """Adam divides it by its size, to which it adds 1e-8."""
+    script, weights = load(name), jnp.ones(3)
+    adam = script.optimizer(one_run(script, learning_rate=0.3))
+    step, _ = adam.update(jnp.full(3, 1e-6), adam.init(weights), weights)
+    close(step, -0.3, rtol=0.02)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "MountainCar-v0"])
+@pytest.mark.parametrize("name", [*TRIO, REINFORCE])
+def test_a_task_has_the_parameters_of_gymnax(name, env_id):
+    script = load(name)
+    _, params = script.make_env(script.parse_args(["--env-id", env_id]))
+    assert str(params) == str(gymnax.make(env_id)[1])  # some are arrays
+
+
+@pytest.mark.parametrize("name", [*TRIO, REINFORCE])
 def test_weights_stay_where_the_gradient_is_0(name):
     """They do not decay."""
     script, weights = load(name), jnp.ones(3)
@@ -306,7 +323,7 @@ def test_actions_are_the_best_ones_without_exploration(name):
     script, draws = load(name), np.random.default_rng(0)
     run = pole_run(script, "--num-envs 500 --num-centers 9", epsilon=0.0)
     state = with_weights(jit(script.init_state, run)(), draws.normal(size=(2, 9)))
-    state = state._replace(obs=jnp.array(draws.uniform(-1, 1, (500, 4)) * SCALE))
+    state = state._replace(obs=jnp.array(draws.uniform(-2, 2, (500, 4)) * SCALE))
     _, (transitions, _) = jit(script.vector_step, run)(state, 0.0)  # epsilon, if it decays
     q = features(run, state.centers, state.obs) @ state.weights.T
     close(q[np.arange(500), transitions.action], q.max(axis=1), rtol=1e-4, atol=1e-4)
@@ -396,7 +413,7 @@ def play_greedily(env, obs, run, learned):
         phi = features(run, learned["centers"], env.state)
         action = np.argmax(learned["weights"] @ phi)
         terminated = env.step(action)[2]
-        total, length = total + 3.3 + 1.4 * action, length + 1
+        total, length = total + 33 + 14 * action, length + 1
     return total, length
 
 
