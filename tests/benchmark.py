@@ -406,7 +406,7 @@ def draw_race(curves):
     axes.set(xscale="log", xlim=(1, None), ylim=(0, 530), yticks=range(0, 501, 100))
     axes.set(xlabel="seconds since the command was entered", ylabel="greedy return")
     axes.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
-    axes.legend(loc="lower left", fontsize="small", frameon=False)
+    axes.legend(loc="lower left", fontsize="x-small", handlelength=1.5, frameon=False)
     figure.savefig(PICTURES / "race.png")
 
 
