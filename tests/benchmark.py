@@ -305,7 +305,8 @@ def seconds_of(script, flags=""):
     return result.seconds, float(compiling)
 
 
-PEERS = {"ppo": "rejax PPO", "pqn": "rejax PQN", "dqn": "rejax DQN"}
+CLEANRL = "https://github.com/vwxyzjn/cleanrl"
+PEERS = {"ppo": "rejax PPO", "pqn": "rejax PQN", "dqn": "rejax DQN", CLEANRL: "CleanRL PQN"}
 LEARNS = {
     PARALLEL: "500 weights for each action",
     REPLAY: "500 weights for each action",
@@ -314,6 +315,7 @@ LEARNS = {
     "ppo": "two networks of two layers",
     "pqn": "a network of two layers",
     "dqn": "a network of two layers",
+    CLEANRL: "a network of two layers",
 }
 
 
@@ -322,7 +324,8 @@ def race():
 
     To evaluate while agents train takes time. So the seconds are those of programs that do not, and
     the returns are those of the same programs with evaluations. rejax prints nothing while it
-    trains: its seconds are taken to be proportional to its steps.
+    trains: its seconds are taken to be proportional to its steps. CleanRL trains one agent: five
+    are trained one after the other, and the seconds are those of one.
     """
     flags = f"--num-seeds 20 {FRESH}"
     rounds = [{script: run(script, flags) for script in CARTPOLE} for _ in range(3)]
@@ -334,32 +337,34 @@ def race():
         returns = greedy_curve(script, f"{flags} --eval-episodes 100", rounds[0][script])
         curves[script] = np.median(times, axis=0), steps, returns
     with tempfile.TemporaryDirectory() as folder:
-        python = peer_environment(folder)
-        for name in PEERS:
+        packages = "rejax==0.1.3", "gymnax==0.0.9", "six", f"jax=={version('jax')}"
+        python = peer_environment(folder, *packages)
+        for name in ("ppo", "pqn", "dqn"):
             # The times of two lines: it has compiled, it has trained.
             (begin, end), _ = peer(python, name)
             _, saved = peer(python, name, Path(folder) / "peer.npz")
             steps = saved["steps"]
             curves[name] = begin + (end - begin) * steps / steps[-1], steps, saved["returns"]
+    with tempfile.TemporaryDirectory() as folder:
+        curves[CLEANRL] = cleanrl(Path(folder), num_agents=5)
     draw_race(curves)
     head = "program", "what each agent learns", "seconds", "steps", "passed", "seconds in all"
     return table(head, [race_row(name, *curve) for name, curve in curves.items()])
 
 
 def race_row(name, times, steps, returns):
-    """Format when the median agent is first at 475, and how many of 20 agents end there."""
+    """Format when the median agent is first at 475, and how many agents end there."""
     reached = np.flatnonzero(np.median(returns, axis=1) >= 475)
     first = f"{times[reached[0]]:.1f}", f"{steps[reached[0]]:,.0f}"
     cells = first if len(reached) else ("never", "never")
-    passed = f"{np.sum(returns[-1] >= 475)} of 20"
+    passed = f"{np.sum(returns[-1] >= 475)} of {returns.shape[1]}"
     return [PEERS.get(name, f"`{name}`"), LEARNS[name], *cells, passed, f"{times[-1]:.1f}"]
 
 
-def peer_environment(folder):
-    """Make a virtual environment with rejax, and return its Python."""
+def peer_environment(folder, *packages):
+    """Make a virtual environment with these packages, and return its Python."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = Path(folder) / "bin" / "python"
-    packages = "rejax==0.1.3", "gymnax==0.0.9", "six", f"jax=={version('jax')}"
     subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
     return python
 
@@ -374,6 +379,23 @@ def peer(python, name, path=None):
         for _ in process.stdout:
             times.append(time.perf_counter() - began)
     return times, dict(np.load(path)) if path else {}
+
+
+def cleanrl(folder, num_agents):
+    """Train agents of CleanRL one after the other. Return seconds, steps and returns, as above."""
+    packages = "torch==2.13.0", "gymnasium==0.29.1", "numpy<2", "tyro==1.0.17", "tensorboard"
+    python = peer_environment(folder / "venv", *packages)
+    subprocess.run(["git", "clone", "--quiet", CLEANRL, folder / "repo"], check=True)
+    subprocess.run(["git", "-C", folder / "repo", "checkout", "--quiet", "fe8d8a0"], check=True)
+    program = [python, ROOT / "tests" / "cleanrl_peer.py", folder / "repo" / "cleanrl" / "pqn.py"]
+    agents = []
+    for seed in range(271_000, 271_000 + num_agents):
+        print("+", time.strftime("%H:%M:%S"), "CleanRL, seed", seed, flush=True)
+        command = [*program, str(seed), str(time.time()), folder / "peer.npz"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        agents.append(dict(np.load(folder / "peer.npz")))
+    seconds = np.median([agent["seconds"] for agent in agents], axis=0)
+    return seconds, agents[0]["steps"], np.stack([agent["returns"] for agent in agents], axis=1)
 
 
 def greedy_curve(script, flags, unchanged):
@@ -392,7 +414,7 @@ def draw_race(curves):
     """Draw the median of the agents of each program, and a band from the worst to the best."""
     # Ours are blue, the others orange: two hues that nobody confuses, from dark to light.
     colors = dict(zip(CARTPOLE, ["#08306b", "#2171b5", "#4aa3df", "#8cc5e8"], strict=True))
-    colors |= dict(zip(PEERS, ["#7f2704", "#d94801", "#fd9b4f"], strict=True))
+    colors |= dict(zip(PEERS, ["#7f2704", "#d94801", "#fd9b4f", "#807dba"], strict=True))
     figure = Figure(figsize=(8, 4.2), layout="constrained", dpi=200)
     axes = figure.subplots()
     for name, (times, _, returns) in curves.items():

@@ -4,7 +4,6 @@ The fixture `learning` trains in a grid with a trap, and records every step. Eac
 one fact of that record.
 """
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -155,32 +154,12 @@ def test_runs_find_a_shortest_path_each_in_its_own_way(four_runs):
     assert first != second  # of two seeds
 
 
-def test_saved_flags_and_runs_are_those_of_the_command(four_runs):
-    flags = json.loads(four_runs.args)
-    assert (flags["gamma"], flags["num_seeds"], flags["seed"]) == ([0.8, 0.9], 2, 3)
-    assert four_runs.runs["seed"].tolist() == [3, 4, 3, 4]
-    close(four_runs.runs["gamma"], [0.8, 0.8, 0.9, 0.9])
-
-
 def test_a_printed_line_pools_the_episodes_of_all_agents(capsys):
     """Not the mean of the agents' means: in the first steps, one has many more than the others."""
     curves = grid.main("--total-timesteps 3000 --num-intervals 3 --num-seeds 8".split())["curves"]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    shown = re.findall(r"steps/episode ([\d.]+)", capsys.readouterr().out)
     pooled = curves["episode_steps"].sum(axis=1) / curves["episodes"].sum(axis=1)
-    for line, length, episodes in zip(lines, pooled, curves["episodes"], strict=True):
-        assert float(re.search(r"steps/episode ([\d.]+)", line)[1]) == pytest.approx(
-            length, abs=0.1
-        )
-        assert float(re.search(r"episodes ([\d.]+)", line)[1]) == pytest.approx(episodes.mean())
-
-
-def test_a_printed_line_shows_steps_and_steps_per_second(capsys):
-    curves = grid.main("--total-timesteps 3000 --num-intervals 3 --num-seeds 8".split())["curves"]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    for line, steps, seconds in zip(lines, curves["timesteps"], curves["seconds"], strict=True):
-        step, speed = re.search(r"step ([\d,]+).* ([\d,]+) steps/s", line).groups()
-        assert int(step.replace(",", "")) == steps.mean()
-        close(int(speed.replace(",", "")), steps.sum() / seconds, rtol=1e-3)
+    close([float(text) for text in shown], pooled, atol=0.06)
 
 
 def test_steps_per_episode_are_nan_until_an_episode_ends(capsys):

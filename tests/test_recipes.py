@@ -75,13 +75,16 @@ def changed(*recipes):
     return module
 
 
-@pytest.mark.parametrize("recipe", PATCHES)
-def test_applies_to_the_scripts_that_it_names(recipe):
-    for script in scripts_of(recipe):
+def test_recipes_apply_to_the_scripts_that_they_name():
+    failures = []
+    for recipe, script in [(x, script) for x in PATCHES for script in scripts_of(x)]:
         path = apply(script, recipe)
         if isinstance(path, str):
-            pytest.fail(path, pytrace=False)
-        compile(path.read_text(), script, "exec")
+            failures.append(path)
+        else:
+            compile(path.read_text(), script, "exec")
+    if failures:
+        pytest.fail("\n".join(failures), pytrace=False)
 
 
 def test_recipes_for_one_script_can_be_combined_in_any_order():

@@ -5,12 +5,14 @@ script's line in COMMANDS.
 """
 
 import atexit
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +27,12 @@ COMMANDS = {
     "gridworld_qlearning.py": "--total-timesteps 5000 --save run.npz --plot grid.pdf",
     "reinforce_parallel.py": "--num-envs 2 --num-iterations 5 --eval-episodes 2"
     " --save run.npz --plot curve.svg --gif episode.gif",
-    "mountaincar_env.py": "--num-envs 3 --num-episodes 7 --num-intervals 3 --save run.npz",
+    "mountaincar_env.py": "--num-envs 3 --num-episodes 7 --save run.npz",
 }
-SWEEP = "--num-seeds 2 --gamma 0.5 0.75 --num-intervals 3"  # four runs
+SWEEP = "--num-seeds 2 --gamma 0.5 0.75"  # four runs
 SWEPT = [script for script in COMMANDS if script != "mountaincar_env.py"]  # which has no such flags
 
 
-@cache
 def run(script):
     """Run a command. Return what it printed, its errors, its exit status, and its folder."""
     # Without the settings that other tests make for themselves.
@@ -40,26 +41,53 @@ def run(script):
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     shutil.copy(SCRIPTS / script, folder)
-    flags = f"{SWEEP} {COMMANDS[script]}" if script in SWEPT else COMMANDS[script]
+    flags = f"--seed 5 --num-intervals 3 {SWEEP if script in SWEPT else ''} {COMMANDS[script]}"
     command = [sys.executable, script, *flags.split()]
     process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     return process.stdout, process.stderr, process.returncode, folder
 
 
 @pytest.mark.parametrize("script", COMMANDS)
-def test_runs_alone_and_writes_the_files_that_were_asked_for(script):
+def test_runs_alone_writes_the_files_that_were_asked_for_and_prints_what_it_saves(script):
     output, errors, status, folder = run(script)
     assert (status, errors) == (0, "")
-    assert "compiled in" in output
     asked = [word for word in COMMANDS[script].split() if "." in word]
     assert sorted(path.name for path in folder.iterdir()) == sorted([script, *asked])
     assert all((folder / name).stat().st_size > 2000 for name in asked)  # not empty pictures
-
-
-@pytest.mark.parametrize("script", SWEPT)
-def test_saves_three_lines_of_four_runs(script):
-    *_, folder = run(script)
     with np.load(folder / "run.npz") as saved:
-        assert saved["curves.timesteps"].shape == (3, 4)
-        assert saved["runs.seed"].tolist() == [0, 1, 0, 1]
+        check_what_is_saved(script, dict(saved))
+        check_what_is_printed(output.splitlines(), dict(saved))
+
+
+def check_what_is_saved(script, saved):
+    """The flags of the command, the versions of its packages, and each seed with each gamma."""
+    flags, versions = json.loads(saved["args"].item()), json.loads(saved["versions"].item())
+    assert versions.pop("script") == script
+    packages = re.search(r"^PACKAGES = (.*?)  #", (SCRIPTS / script).read_text(), re.MULTILINE)[1]
+    assert versions == {name: version(name) for name in eval(packages)}
+    seeds = 5 + np.arange(3)
+    if script in SWEPT:
+        seeds = np.tile(5 + np.arange(2), 2)
+        assert (flags["num_seeds"], flags["gamma"]) == (2, [0.5, 0.75])
         np.testing.assert_allclose(saved["runs.gamma"], [0.5, 0.5, 0.75, 0.75])
+    assert (flags["seed"], saved["runs.seed"].tolist()) == (5, seeds.tolist())
+    assert saved["curves.timesteps"].shape == (3, len(seeds))  # lines, runs
+
+
+def check_what_is_printed(output, saved):
+    """Means over all runs, but the grid world's steps of an episode are pooled."""
+    lines = [line.split("  ") for line in output if line.startswith("step ")]
+    assert "compiled in" in output[0]
+    for i, line in enumerate(lines):
+        shown = {name: float(text.replace(",", "")) for name, text in map(str.split, line[:-1])}
+        timesteps, seconds = saved["curves.timesteps"][i], saved["curves.seconds"][i]
+        assert shown.pop("step") == pytest.approx(timesteps.mean(), abs=0.5)
+        speed = int(line[-1].split()[0].replace(",", ""))
+        assert speed == pytest.approx(timesteps.sum() / seconds, rel=1e-3)
+        if "curves.episode_steps" in saved:
+            pooled = saved["curves.episode_steps"][i].sum() / saved["curves.episodes"][i].sum()
+            assert shown.pop("steps/episode") == pytest.approx(pooled, abs=0.05)
+        assert shown  # more than steps and speed
+        for name, number in shown.items():
+            np.testing.assert_allclose(number, saved[f"curves.{name}"][i].mean(), rtol=1e-3)
+    assert len(lines) == 3
