@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import PARALLEL, REINFORCE, load
+from conftest import CAR, GRID, PARALLEL, REINFORCE, load
 from matplotlib.figure import Figure
 
 close, equal = np.testing.assert_allclose, np.testing.assert_equal
 RATES, GAMMAS, SEEDS = [0.5, 0.125, 0.25], [0.5, 0.75, 1.0, 0.25, 0.625], [7, 8, 9]
 FLAGS = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.625 --num-seeds 3 --seed 7"
 LINES = 4
-NAP = 0.01  # seconds that each run sleeps in each interval
+NAP = 0.05  # seconds that each run sleeps in each interval
 
 # What is known of the 45 runs, (45,) each: seeds change fastest, then gamma.
 rate = np.repeat(RATES, 5 * 3)
@@ -150,6 +150,27 @@ def test_seconds_include_what_an_interval_takes(toy):
     """Each of four devices has twelve runs, which sleep one after the other."""
     for i in range(LINES):
         assert toy.results["curves"]["seconds"][i] >= (i + 1) * 12 * NAP
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "flags"),
+    [
+        (GRID, "train_interval", "--total-timesteps 1000 --num-seeds 4"),
+        (CAR, "rollout", "--num-envs 2 --num-episodes 1"),
+    ],
+)
+def test_seconds_of_the_others_include_what_an_interval_takes(name, function, flags, monkeypatch):
+    script, shape = load(name), jax.ShapeDtypeStruct((), jnp.float32)
+    original = getattr(script, function)
+
+    def slowly(*args):
+        state, metrics, *steps = original(*args)
+        nap = jax.pure_callback(sleep, shape, metrics["timesteps"], vmap_method="sequential")
+        return state, metrics | {"timesteps": metrics["timesteps"] + nap}, *steps
+
+    monkeypatch.setattr(script, function, slowly)
+    results = script.main(f"{flags} --num-intervals 1".split())
+    assert results["curves"]["seconds"][0] >= NAP
 
 
 def test_each_setting_is_reported_with_its_values_its_mean_and_its_worst_run(toy):
