@@ -25,9 +25,9 @@ the value of s' still counts (Pardo et al. 2018). The learning rate falls linear
     python epsilon_decay_td.py                                                 # one run
     python epsilon_decay_td.py --end-e 0 0.25 --num-seeds 20 --plot curve.png  # forty runs
     python epsilon_decay_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5 \
-        --learning-rate 0.06 --end-e 0.1
+        --learning-rate 0.06 --end-e 0.1 --buffer-size 1e5
     python epsilon_decay_td.py --env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 \
-        --learning-rate 0.01 --sigma 0.15 --end-e 0.1
+        --learning-rate 0.01 --sigma 0.15 --end-e 0.1 --buffer-size 1e5
 
 Shapes: R runs, K intervals, N = num_envs environments, C = buffer_size transitions in the buffer,
 B = batch_size transitions in a batch, D observation dimensions, F = num_centers features,
@@ -102,17 +102,17 @@ def parse_args(argv=None):
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
     flag("--seed", type=int, default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs of each setting")
-    flag("--total-timesteps", type=count, default=200_000, help="environment steps of a run")
+    flag("--total-timesteps", type=count, default=250_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
-    flag("--buffer-size", type=count, default=100_000, help="transitions that the buffer holds")
+    flag("--buffer-size", type=count, default=200_000, help="transitions that the buffer holds")
     flag("--batch-size", type=count, default=32, help="transitions per update")
     sweep("--tau", type=fraction, default=[0.01], help="step size of the averaged weights")
     sweep("--learning-rate", type=fraction, default=[0.03], help="initial value, falls to 0")
     sweep("--gamma", type=fraction, default=[0.99], help="discount factor")
     text = "initial epsilon, the probability of a random action"
     sweep("--start-e", type=fraction, default=[1.0], help=text)
-    sweep("--end-e", type=fraction, default=[0.05], help="lowest epsilon")
+    sweep("--end-e", type=fraction, default=[0.15], help="lowest epsilon")
     text = "factor per vector step; float32 rounds those above 0.99999 coarsely"
     sweep("--epsilon-decay", type=fraction, default=[0.9997], help=text)
     flag("--num-centers", type=count, default=500, help="number of radial basis features")

@@ -21,9 +21,9 @@ the value of s' still counts (Pardo et al. 2018). The learning rate falls linear
     python replay_td.py                                                  # one run
     python replay_td.py --tau 0.01 0.1 --num-seeds 20 --plot curve.png   # forty runs
     python replay_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5 \
-        --learning-rate 0.06
+        --learning-rate 0.06 --tau 0.01
     python replay_td.py --env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 \
-        --learning-rate 0.01 --sigma 0.15
+        --learning-rate 0.01 --sigma 0.15 --tau 0.01
 
 Shapes: R runs, K intervals, N = num_envs environments, C = buffer_size transitions in the buffer,
 B = batch_size transitions in a batch, D observation dimensions, F = num_centers features,
@@ -98,12 +98,12 @@ def parse_args(argv=None):
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
     flag("--seed", type=int, default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs of each setting")
-    flag("--total-timesteps", type=count, default=200_000, help="environment steps of a run")
+    flag("--total-timesteps", type=count, default=250_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
     flag("--buffer-size", type=count, default=100_000, help="transitions that the buffer holds")
     flag("--batch-size", type=count, default=32, help="transitions per update")
-    sweep("--tau", type=fraction, default=[0.01], help="step size of the averaged weights")
+    sweep("--tau", type=fraction, default=[0.03], help="step size of the averaged weights")
     sweep("--learning-rate", type=fraction, default=[0.03], help="initial value, falls to 0")
     sweep("--gamma", type=fraction, default=[0.99], help="discount factor")
     sweep("--epsilon", type=fraction, default=[0.25], help="probability of a random action")

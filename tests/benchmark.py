@@ -158,8 +158,8 @@ def learning():
         (DECAY, "", 4000),
         (REINFORCE, "", 400),
     ]:
-        # At most a thousand runs at a time: the buffers of more would not fit into 24 GB.
-        size, first_seeds = min(num_seeds, 1000), range(400_000, 400_000 + num_seeds, 1000)
+        # At most 400 runs at a time: the buffers of many more would not fit into 24 GB.
+        size, first_seeds = min(num_seeds, 400), range(400_000, 400_000 + num_seeds, 400)
         commands = [f"{flags} --num-seeds {size} --seed {seed}" for seed in first_seeds]
         result = joined([run(script, command) for command in commands])
         name = f"{script} {flags}".strip()
@@ -261,11 +261,11 @@ ACROBOT_EPISODES = "--env-id Acrobot-v1 --num-envs 256 --num-iterations 50 --lea
 MOUNTAIN = f"--env-id MountainCar-v0 {TD_SIZE} --learning-rate 0.01 --sigma 0.15"
 TASKS = [
     (PARALLEL, ACROBOT, -200),
-    (REPLAY, f"{ACROBOT} --learning-rate 0.06", -200),
-    (DECAY, f"{ACROBOT} --learning-rate 0.06 --end-e 0.1", -200),
+    (REPLAY, f"{ACROBOT} --learning-rate 0.06 --tau 0.01", -200),
+    (DECAY, f"{ACROBOT} --learning-rate 0.06 --end-e 0.1 --buffer-size 1e5", -200),
     (REINFORCE, ACROBOT_EPISODES, -200),
-    (REPLAY, MOUNTAIN, -125),
-    (DECAY, f"{MOUNTAIN} --end-e 0.1", -125),
+    (REPLAY, f"{MOUNTAIN} --tau 0.01", -125),
+    (DECAY, f"{MOUNTAIN} --end-e 0.1 --buffer-size 1e5", -125),
     (REINFORCE, CONTINUOUS, 75),
     (REINFORCE, "--env-id Pendulum-v1 --num-envs 128 --num-iterations 500", -260),
 ]

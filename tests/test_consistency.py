@@ -35,6 +35,12 @@ DIFFERENT = {
     "play": ([], "REINFORCE plays to learn, the car to roll out"),
     "report": ([[*TRIO, REINFORCE]], "the grid world has no greedy returns"),
     "draw": ([[*TRIO, REINFORCE]], "the grid world draws a table"),
+    "--total-timesteps": ([[REPLAY, DECAY]], "replay needs more steps until its values settle"),
+    "--buffer-size": (
+        [],
+        "if epsilon decays, early transitions show states that later ones do not",
+    ),
+    "--tau": ([], "with little exploration, fast averages overestimate"),
     "--learning-rate": ([[REPLAY, DECAY]], "replay is stable with smaller steps only"),
 }
 
