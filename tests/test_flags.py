@@ -80,13 +80,14 @@ def test_each_flag_has_a_help_text_with_its_default(capsys):
         assert text.count("(default:") == len(re.findall(r"^  --", text, re.MULTILINE))
 
 
-def test_there_are_no_more_intervals_than_updates():
+def test_five_updates_are_divided_into_equal_intervals():
     updates = {GRID: "--total-timesteps 5000", REINFORCE: "--num-iterations 5"}  # five of each
     updates |= {CAR: "--num-episodes 5"}
     for script in SCRIPTS:
         five = updates.get(script, "--num-envs 8 --total-timesteps 40")
-        args = load(script).parse_args(f"{five} --num-intervals 1000".split())
-        assert args.num_intervals == 5
+        for asked, made in (1000, 5), (5, 5), (4, 3), (3, 3), (2, 2):  # four: three of two updates
+            args = load(script).parse_args(f"{five} --num-intervals {asked}".split())
+            assert args.num_intervals == made
 
 
 def test_settings_of_the_user_win(monkeypatch):

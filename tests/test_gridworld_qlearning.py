@@ -176,9 +176,9 @@ def greedy_steps(*rows):
 
 
 def test_greedy_steps_are_counted_along_a_path():
-    """The longest one: it visits each cell."""
-    rows = [LEFT, LEFT, LEFT, LEFT], [RIGHT, RIGHT, RIGHT, UP], [UP, LEFT, LEFT, LEFT]
-    assert greedy_steps(*rows) == 11
+    """The longest one: it visits each of 28 cells."""
+    up_and_back = [RIGHT, RIGHT, RIGHT, UP], [UP, LEFT, LEFT, LEFT]
+    assert greedy_steps([LEFT, LEFT, LEFT, LEFT], *up_and_back, *up_and_back, *up_and_back) == 27
 
 
 def test_greedy_steps_are_infinite_if_the_policy_never_arrives():
@@ -214,6 +214,11 @@ def test_a_setting_is_reported_with_its_mean_values_and_best_moves(learned):
     assert rows[1].split() == ["^", "1.000", "<", "0.750", ".", "0.000"]
 
 
+def test_a_report_names_its_setting(capsys):
+    grid.main("--gamma 0.8 0.9 --total-timesteps 1000".split())
+    assert re.findall(r"^gamma 0\.\d", capsys.readouterr().out, re.M) == ["gamma 0.8", "gamma 0.9"]
+
+
 def test_a_setting_whose_agents_never_arrive_has_no_longest_path(learned):
     assert "nan" in grid.report(learned, slice(1, 2))
 
@@ -223,6 +228,8 @@ def test_a_setting_is_drawn_with_its_mean_values_and_best_moves(monkeypatch, lea
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
     settings = [("gamma 0.8", slice(0, 1)), ("gamma 0.9", slice(1, 3))]
     grid.draw(SimpleNamespace(plot="x.png"), settings, {"learned": learned})
+    grid.draw(SimpleNamespace(plot="x.png"), settings[:1], {"learned": learned})
+    assert figures[0].get_figheight() > figures[1].get_figheight() + 1  # inches, for a second panel
     (panel,) = [axes for axes in figures[0].axes if axes.get_title() == "gamma 0.9"]
     assert panel.images[0].get_array().tolist() == [[0, 0.25, 0.25], [1, 0.75, 0]]
     assert all(image.colorbar for axes in figures[0].axes for image in axes.images)

@@ -155,8 +155,8 @@ def test_seconds_include_what_an_interval_takes(toy):
 @pytest.mark.parametrize(
     ("name", "function", "flags"),
     [
-        (GRID, "train_interval", "--total-timesteps 1000 --num-seeds 4"),
-        (CAR, "rollout", "--num-envs 2 --num-episodes 1"),
+        (GRID, "train_interval", "--total-timesteps 3000 --num-seeds 4"),
+        (CAR, "rollout", "--num-envs 2 --num-episodes 3"),
     ],
 )
 def test_seconds_of_the_others_include_what_an_interval_takes(name, function, flags, monkeypatch):
@@ -169,8 +169,8 @@ def test_seconds_of_the_others_include_what_an_interval_takes(name, function, fl
         return state, metrics | {"timesteps": metrics["timesteps"] + nap}, *steps
 
     monkeypatch.setattr(script, function, slowly)
-    results = script.main(f"{flags} --num-intervals 1".split())
-    assert results["curves"]["seconds"][0] >= NAP
+    curves = script.main(f"{flags} --num-intervals 3".split())["curves"]
+    assert np.all(curves["seconds"] >= NAP * np.arange(1, 4))
 
 
 def test_each_setting_is_reported_with_its_values_its_mean_and_its_worst_run(toy):
@@ -183,7 +183,7 @@ def test_each_setting_is_reported_with_its_values_its_mean_and_its_worst_run(toy
         assert number_after("worst run", text) == pytest.approx(runs.min(), abs=0.05)
 
 
-def test_seconds_begin_after_compilation(script, monkeypatch):
+def test_seconds_begin_after_compilation(script, monkeypatch, capsys):
     compile_over_runs = script.compile_over_runs
 
     def slowly(*args, **kwargs):
@@ -192,6 +192,7 @@ def test_seconds_begin_after_compilation(script, monkeypatch):
 
     monkeypatch.setattr(script, "compile_over_runs", slowly)
     assert script.main(["--num-intervals", "1"])["curves"]["seconds"][0] < 1
+    assert number_after("compiled in", capsys.readouterr().out) >= 3  # three functions
 
 
 def test_a_label_tells_near_values_apart(script):
@@ -201,7 +202,9 @@ def test_a_label_tells_near_values_apart(script):
 
 def test_a_value_that_is_swept_twice_is_reported_twice(script, capsys):
     script.main("--gamma 0.5 0.5 --num-intervals 1".split())
-    assert capsys.readouterr().out.count("gamma 0.5  greedy return") == 2
+    output = capsys.readouterr().out
+    assert output.count("gamma 0.5  greedy return") == 2
+    assert "devices: 2 x" in output  # two runs need no more of the four
 
 
 @pytest.mark.parametrize(
@@ -241,6 +244,7 @@ def test_a_thin_line_shows_each_run_in_the_color_of_its_setting(axes):
             equal(line.get_xdata(), [steps_after(k)[run] for k in range(1, LINES + 1)])
             equal(line.get_ydata(), [returns_in(k)[run] for k in range(1, LINES + 1)])
             assert line.get_color() == bold.get_color()
+            assert line.get_linewidth() < bold.get_linewidth()
 
 
 def test_a_legend_names_the_settings_and_their_colors(axes):
@@ -255,6 +259,8 @@ def test_a_figure_names_its_axes_and_leaves_room_for_the_curves(axes):
     names = axes.get_xlabel(), axes.get_ylabel()
     assert names == ("environment steps", "return of training episodes")
     axes.figure.draw_without_rendering()  # this places the axes beside the legend
+    [legend] = axes.figure.legends
+    assert legend.get_window_extent().y0 > axes.get_window_extent().y1
     assert axes.get_window_extent().height / axes.figure.dpi > 3  # inches
 
 

@@ -142,6 +142,10 @@ def test_a_network_starts_with_random_weights_of_known_size():
     assert kstest(np.ravel(params["w1"]) / 0.01, norm.cdf).pvalue > 1e-5  # nearly equal actions
     assert not params["b0"].any() and not params["b1"].any() and not params["log_std"].any()
     assert not np.any(params["w0"] == other.params["w0"])  # the seed decides
+    env = Echo()
+    env.shape = (2, 3)
+    run = one_run(rp, env=rp.BoundedActions(env), env_params=env.default_params)
+    assert jit(rp.init_state, run)().params["log_std"].shape == (6,)  # one for each number
     assert state.key != other.key
 
 
@@ -341,6 +345,12 @@ def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(learni
     assert returns.shape == (7,)
 
 
+def test_an_episode_lasts_up_to_the_time_limit_of_its_task():
+    run = one_run(rp, "--env-id MountainCarContinuous-v0")
+    episode = jit(rp.play, run)(jit(rp.init_state, run)().params, jax.random.key(0))
+    assert episode.mask.sum() == 999  # the untrained car does not arrive
+
+
 def test_a_film_shows_the_states_of_the_first_greedy_episode_up_to_its_end(monkeypatch):
     """The pole falls after less than 30 of 500 steps. Frames are what was observed."""
     films = []
@@ -353,17 +363,17 @@ def test_a_film_shows_the_states_of_the_first_greedy_episode_up_to_its_end(monke
             assert path == "x.gif"
 
     monkeypatch.setattr("gymnax.visualize.Visualizer", Visualizer)
-    run = one_run(rp, "--gif x.gif --eval-episodes 2")
+    run = one_run(rp, "--gif x.gif --eval-episodes 2", env=Pole())
     params = {"w0": np.zeros((4, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2))}
-    state = rp.TrainState(jax.random.key(0), params | {"b1": np.array([1.0, 0.0])}, None, 0)
+    state = rp.TrainState(jax.random.key(0), params | {"b1": np.array([0.0, 1.0])}, None, 0)
     learned = jit(rp.evaluate, run)(state)
     rp.animate(run, jax.tree.map(lambda array: np.asarray(array)[None], learned))  # of one run
     [(states, rewards)] = films
-    length = int(learned["greedy_return"][0])
+    length = round(float(learned["greedy_return"][0]) / 0.7)  # pushes to the right cost 0.3
     assert len(states) == length < 30
     shown = [[state.x, state.x_dot, state.theta, state.theta_dot] for state in states]
     close(shown, learned["episode"].obs[:length], atol=1e-6)
-    assert rewards[:length].tolist() == [*range(1, length + 1)]
+    close(rewards[:length], 0.7 * np.arange(1, length + 1))
 
 
 def test_a_film_shows_run_0_and_at_most_200_steps(monkeypatch):
