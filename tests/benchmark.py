@@ -324,7 +324,7 @@ def race():
 
     To evaluate while agents train takes time. So the seconds are those of programs that do not, and
     the returns are those of the same programs with evaluations. rejax prints nothing while it
-    trains: its seconds are taken to be proportional to its steps. CleanRL trains one agent: five
+    trains: its seconds are taken to be proportional to its steps. CleanRL trains one agent: three
     are trained one after the other, and the seconds are those of one.
     """
     flags = f"--num-seeds 20 {FRESH}"
@@ -346,7 +346,7 @@ def race():
             steps = saved["steps"]
             curves[name] = begin + (end - begin) * steps / steps[-1], steps, saved["returns"]
     with tempfile.TemporaryDirectory() as folder:
-        curves[CLEANRL] = cleanrl(Path(folder), num_agents=5)
+        curves[CLEANRL] = cleanrl(Path(folder), num_agents=3)
     draw_race(curves)
     head = "program", "what each agent learns", "seconds", "steps", "passed", "seconds in all"
     return table(head, [race_row(name, *curve) for name, curve in curves.items()])
