@@ -412,10 +412,10 @@ def greedy_curve(script, flags, unchanged):
 @rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False})
 def draw_race(curves):
     """Draw the median of the agents of each program, and a band from the worst to the best."""
-    # Ours are blue, the others orange: two hues that nobody confuses, from dark to light.
+    # Ours are blue, rejax's orange, CleanRL's gray: hues that nobody confuses, from dark to light.
     colors = dict(zip(CARTPOLE, ["#08306b", "#2171b5", "#4aa3df", "#8cc5e8"], strict=True))
-    colors |= dict(zip(PEERS, ["#7f2704", "#d94801", "#fd9b4f", "#807dba"], strict=True))
-    figure = Figure(figsize=(8, 4.2), layout="constrained", dpi=200)
+    colors |= dict(zip(PEERS, ["#7f2704", "#d94801", "#fd9b4f", "#4d4d4d"], strict=True))
+    figure = Figure(figsize=(9.2, 4.2), layout="constrained", dpi=200)
     axes = figure.subplots()
     for name, (times, _, returns) in curves.items():
         color, low, high = colors[name], returns.min(axis=1), returns.max(axis=1)
@@ -428,7 +428,7 @@ def draw_race(curves):
     axes.set(xscale="log", xlim=(1, None), ylim=(0, 530), yticks=range(0, 501, 100))
     axes.set(xlabel="seconds since the command was entered", ylabel="greedy return")
     axes.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
-    axes.legend(loc="lower left", fontsize="x-small", handlelength=1.5, frameon=False)
+    figure.legend(loc="outside right center", fontsize="x-small", handlelength=1.5, frameon=False)
     figure.savefig(PICTURES / "race.png")
 
 
