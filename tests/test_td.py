@@ -449,10 +449,8 @@ class Forgetful(Clock):
 def test_a_greedy_episode_lasts_up_to_the_time_limit_of_the_run():
     for script in map(load, TRIO):
         run = noise_run(script, "--eval-episodes 2")
-        run.env, run.env_params = (
-            LogWrapper(Clock()),
-            run.env_params.replace(max_steps_in_episode=9),
-        )
+        run.env = LogWrapper(Clock())
+        run.env_params = run.env_params.replace(max_steps_in_episode=9)
         learned = jit(script.evaluate, run)(jit(script.init_state, run)())
         assert learned["greedy_return"].tolist() == [-9.0, -9.0]
 
