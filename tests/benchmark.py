@@ -327,6 +327,19 @@ def race():
     trains: its seconds are taken to be proportional to its steps. CleanRL trains one agent: three
     are trained one after the other, and the seconds are those of one.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        # All that must be downloaded, before anything is measured.
+        rejax = "rejax==0.1.3", "gymnax==0.0.9", "six", f"jax=={version('jax')}"
+        rejax = peer_environment(Path(folder) / "rejax", *rejax)
+        pqn = cleanrl_program(Path(folder) / "cleanrl")
+        curves = {**our_curves(), **rejax_curves(rejax), CLEANRL: cleanrl_curve(pqn, num_agents=3)}
+    draw_race(curves)
+    head = "program", "what each agent learns", "seconds", "steps", "passed", "seconds in all"
+    return table(head, [race_row(name, *curve) for name, curve in curves.items()])
+
+
+def our_curves():
+    """Train our learners. Return {script: (seconds (K,), steps (K,), returns (K, R))}."""
     flags = f"--num-seeds 20 {FRESH}"
     rounds = [{script: run(script, flags) for script in CARTPOLE} for _ in range(3)]
     curves = {}
@@ -336,20 +349,20 @@ def race():
         times = [results[script].times[1 : 1 + len(steps)] for results in rounds]
         returns = greedy_curve(script, f"{flags} --eval-episodes 100", rounds[0][script])
         curves[script] = np.median(times, axis=0), steps, returns
-    with tempfile.TemporaryDirectory() as folder:
-        packages = "rejax==0.1.3", "gymnax==0.0.9", "six", f"jax=={version('jax')}"
-        python = peer_environment(folder, *packages)
-        for name in ("ppo", "pqn", "dqn"):
-            # The times of two lines: it has compiled, it has trained.
-            (begin, end), _ = peer(python, name)
+    return curves
+
+
+def rejax_curves(python):
+    """Train the learners of rejax, and return the same of them."""
+    curves = {}
+    for name in ("ppo", "pqn", "dqn"):
+        # The times of two lines: it has compiled, it has trained.
+        (begin, end), _ = peer(python, name)
+        with tempfile.TemporaryDirectory() as folder:
             _, saved = peer(python, name, Path(folder) / "peer.npz")
-            steps = saved["steps"]
-            curves[name] = begin + (end - begin) * steps / steps[-1], steps, saved["returns"]
-    with tempfile.TemporaryDirectory() as folder:
-        curves[CLEANRL] = cleanrl(Path(folder), num_agents=3)
-    draw_race(curves)
-    head = "program", "what each agent learns", "seconds", "steps", "passed", "seconds in all"
-    return table(head, [race_row(name, *curve) for name, curve in curves.items()])
+        steps = saved["steps"]
+        curves[name] = begin + (end - begin) * steps / steps[-1], steps, saved["returns"]
+    return curves
 
 
 def race_row(name, times, steps, returns):
@@ -381,19 +394,24 @@ def peer(python, name, path=None):
     return times, dict(np.load(path)) if path else {}
 
 
-def cleanrl(folder, num_agents):
-    """Train agents of CleanRL one after the other. Return seconds, steps and returns, as above."""
+def cleanrl_program(folder):
+    """Make what runs CleanRL's pqn.py. Return the beginning of its command."""
     packages = "torch==2.13.0", "gymnasium==0.29.1", "numpy<2", "tyro==1.0.17", "tensorboard"
     python = peer_environment(folder / "venv", *packages)
     subprocess.run(["git", "clone", "--quiet", CLEANRL, folder / "repo"], check=True)
     subprocess.run(["git", "-C", folder / "repo", "checkout", "--quiet", "fe8d8a0"], check=True)
-    program = [python, ROOT / "tests" / "cleanrl_peer.py", folder / "repo" / "cleanrl" / "pqn.py"]
+    return [python, ROOT / "tests" / "cleanrl_peer.py", folder / "repo" / "cleanrl" / "pqn.py"]
+
+
+def cleanrl_curve(program, num_agents):
+    """Train agents of CleanRL one after the other, and return the same of them."""
     agents = []
     for seed in range(271_000, 271_000 + num_agents):
         print("+", time.strftime("%H:%M:%S"), "CleanRL, seed", seed, flush=True)
-        command = [*program, str(seed), str(time.time()), folder / "peer.npz"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        agents.append(dict(np.load(folder / "peer.npz")))
+        with tempfile.TemporaryDirectory() as folder:
+            command = [*program, str(seed), str(time.time()), Path(folder) / "peer.npz"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            agents.append(dict(np.load(Path(folder) / "peer.npz")))
     seconds = np.median([agent["seconds"] for agent in agents], axis=0)
     return seconds, agents[0]["steps"], np.stack([agent["returns"] for agent in agents], axis=1)
 

@@ -111,4 +111,6 @@ def test_pins_are_those_of_requirements():
     """A script names its packages in its first lines, for `uv run` (PEP 723)."""
     for text in TEXT.values():
         block = text.partition("\n# ///\n")[0]
-        assert pins(block) and pins(block) <= pins((ROOT / "requirements.txt").read_text())
+        packages = eval(re.search(r"dependencies = (.*\])", block)[1])
+        assert len(pins(block)) == len(packages) > 0
+        assert pins(block) <= pins((ROOT / "requirements.txt").read_text())

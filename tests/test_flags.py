@@ -28,7 +28,7 @@ def refusal(capsys):
 @pytest.mark.parametrize(
     ("scripts", "flag", "wrong"),
     [
-        (SCRIPTS, "--num-intervals", ("x", "0", "-1", "0.5", "nan", "inf", "1e10")),  # a count
+        (SCRIPTS, "--num-intervals", ("x", "0", "-1", "0.5", "nan", "inf", "3e9")),  # a count
         (LEARNERS, "--gamma", ("x", "-0.1", "1.1", "nan", "0.1 x")),  # a fraction
         (TRIO, "--sigma", ("x", "0", "-0.5", "nan", "inf")),  # a positive number
         (SCRIPTS, "--num-i", ("1",)),  # an abbreviation
@@ -97,3 +97,21 @@ def test_settings_of_the_user_win(monkeypatch):
         runpy.run_path(str(ROOT / script))  # not as the main program: it only defines
         assert os.environ["JAX_NUM_CPU_DEVICES"] == "1000"
         assert os.environ["XLA_FLAGS"].endswith("--mine=1")
+        monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+        runpy.run_path(str(ROOT / script))
+        assert os.environ["JAX_NUM_CPU_DEVICES"] == str(len(os.sched_getaffinity(0)))
+
+
+def test_main_of_no_flags_does_not_read_the_command_line(monkeypatch):
+    """As in a notebook, whose command line has flags of its own."""
+    given = []
+
+    def parse_args(argv):
+        given.append(argv)
+        raise KeyboardInterrupt
+
+    for script in map(load, SCRIPTS):
+        monkeypatch.setattr(script, "parse_args", parse_args)
+        with pytest.raises(KeyboardInterrupt):
+            script.main([])
+    assert given == [[]] * len(SCRIPTS)

@@ -115,7 +115,7 @@ def test_exploring_actions_and_best_actions_are_equally_likely(epsilon, monkeypa
 
 def test_only_equal_values_are_equally_good():
     """Far from the goal, values of neighbors differ little."""
-    values = 1e-8 * jnp.array([0.1, 0.11, 0.1, 0.0])
+    values = 1e-30 * jnp.array([0.1, 0.11, 0.1, 0.0])
     taken = {int(grid.select_action(values, False, jnp.array(u))) for u in (0.0, 0.4, 0.99)}
     assert taken == {DOWN}
 
@@ -146,6 +146,10 @@ def test_runs_find_the_exact_value_of_the_start(four_runs):
     exact = four_runs.runs["gamma"] ** 17  # the goal is 7 + 11 steps away; the last one pays
     close(four_runs.learned["start_value"], exact, rtol=1e-4)
     close(four_runs.learned["q_table"][:, 7, 11].max(axis=1), exact, rtol=1e-4)
+
+
+def test_a_default_run_takes_a_million_steps(four_runs):
+    close(four_runs.curves["timesteps"].T, [1e5 * np.arange(1, 11)] * 4)
 
 
 def test_runs_find_a_shortest_path_each_in_its_own_way(four_runs):
@@ -233,6 +237,7 @@ def test_a_setting_is_drawn_with_its_mean_values_and_best_moves(monkeypatch, lea
     (panel,) = [axes for axes in figures[0].axes if axes.get_title() == "gamma 0.9"]
     assert panel.images[0].get_array().tolist() == [[0, 0.25, 0.25], [1, 0.75, 0]]
     assert all(image.colorbar for axes in figures[0].axes for image in axes.images)
+    assert panel.images[0].get_extent() == [-0.5, 2.5, 1.5, -0.5]  # cells around the arrows
     arrows = panel.findobj(Quiver)[0]
     assert arrows.angles == "xy" and panel.yaxis_inverted()  # the next row is farther down
     drawn = zip(arrows.X, arrows.Y, arrows.U, arrows.V, strict=True)  # column, row, right, down

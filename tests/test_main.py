@@ -42,8 +42,8 @@ def steps_after(lines):
 
 
 def returns_in(line):
-    """The toy's returns, some below 0. Runs of seed 7 have none in the first line."""
-    return np.where((seed == 7) & (line == 1), np.nan, value_after(line) * gamma - 50)
+    """The toy's returns, from -255 to 1,110. Runs of seed 7 have none in the first line."""
+    return np.where((seed == 7) & (line == 1), np.nan, 20 * value_after(line) * gamma - 500)
 
 
 def greedy_means():
@@ -64,7 +64,7 @@ def train_interval(run, state):
     value, line = state[0] + run.learning_rate, state[1] + 1
     shape = jax.ShapeDtypeStruct((), jnp.float32)
     value = value + jax.pure_callback(sleep, shape, value, vmap_method="sequential")
-    returns = jnp.where((run.seed == 7) & (line == 1), jnp.nan, value * run.gamma - 50)
+    returns = jnp.where((run.seed == 7) & (line == 1), jnp.nan, 20 * value * run.gamma - 500)
     timesteps = line * (2**27 + 2**20 * run.seed + 1)
     return (value, line), {"timesteps": timesteps, "returns": returns}
 
@@ -149,6 +149,18 @@ def test_a_line_shows_the_mean_steps_and_the_mean_return_of_all_runs(toy):
     assert len(toy.lines) == LINES
 
 
+def test_lines_are_written_at_once(script, monkeypatch):
+    """Also into a file or a pipe."""
+    flushed = {}
+
+    def show(text, *words, flush=False, sep=" "):
+        flushed[text.split()[0]] = flush
+
+    monkeypatch.setattr(script, "print", show, raising=False)
+    script.main("--num-intervals 2".split())
+    assert flushed["means"] and flushed["step"]
+
+
 def test_seconds_include_what_an_interval_takes(toy):
     """Each of four devices has twelve runs, which sleep one after the other."""
     for i in range(LINES):
@@ -187,20 +199,20 @@ def test_each_setting_is_reported_with_its_values_its_mean_and_its_worst_run(toy
 
 
 def test_seconds_begin_after_compilation(script, monkeypatch, capsys):
-    compile_over_runs = script.compile_over_runs
+    for function in init_state, train_interval, evaluate:
 
-    def slowly(*args, **kwargs):
-        time.sleep(1)
-        return compile_over_runs(*args, **kwargs)
+        def slowly(*args, function=function):
+            time.sleep(1)  # when it is traced
+            return function(*args)
 
-    monkeypatch.setattr(script, "compile_over_runs", slowly)
+        monkeypatch.setattr(script, function.__name__, slowly)
     assert script.main(["--num-intervals", "1"])["curves"]["seconds"][0] < 1
     assert number_after("compiled in", capsys.readouterr().out) >= 3  # three functions
 
 
 def test_a_label_tells_near_values_apart(script):
-    args = script.parse_args("--gamma 0.9999 0.99995 --num-seeds 2".split())
-    assert [label for label, _ in script.make_runs(args)[1]] == ["gamma 0.9999", "gamma 0.99995"]
+    args = script.parse_args("--gamma 0.999998 0.999997 --num-seeds 2".split())
+    assert [label for label, _ in script.make_runs(args)[1]] == ["gamma 0.999998", "gamma 0.999997"]
 
 
 def test_a_value_that_is_swept_twice_is_reported_twice(script, capsys):

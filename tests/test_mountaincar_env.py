@@ -175,6 +175,8 @@ def test_a_car_depends_on_its_seed_alone(short):
     alone = short("--num-envs 1 --num-intervals 1 --seed 7")
     for of_all, of_one in zip(many, alone, strict=True):
         close(of_one[0], of_all[7], rtol=0, atol=1e-6)  # another program may round
+    far = short(f"--num-envs 1 --num-intervals 1 --seed {2**16 + 7}")
+    assert not np.any(far.obs[0, :, 0, 0] == many.obs[7, :, 0, 0])  # positions at the start
 
 
 @pytest.mark.parametrize(("cars", "devices"), [(8, 4), (6, 2), (1, 1)])

@@ -32,6 +32,7 @@ def assert_solved(results):
     assert results["learned"]["greedy_return"].shape == (1, 100)
     assert results["learned"]["greedy_return"].mean() >= 475
     assert results["curves"]["returns"][-5:].mean() >= 420
+    assert results["curves"]["timesteps"][-1] >= 200_000
 
 
 @pytest.mark.parametrize("script", [REPLAY, DECAY, REINFORCE])

@@ -63,7 +63,7 @@ def test_continuous_actions_are_normal_around_their_mean():
 
 
 class Echo(Noise):
-    """The reward is the sum of the action, whose bounds are -1 and 3."""
+    """The reward is the sum of the action. Bounds are -1 and 3, -1 and 7, -1 and 11, ..."""
 
     shape = ()
 
@@ -73,7 +73,8 @@ class Echo(Noise):
         return obs, state, jnp.sum(action), terminated, info
 
     def action_space(self, params):
-        return spaces.Box(jnp.full(self.shape, -1.0), jnp.full(self.shape, 3.0), self.shape)
+        high = 3.0 + 4 * np.arange(np.prod(self.shape, dtype=int)).reshape(self.shape)
+        return spaces.Box(jnp.full(self.shape, -1.0), jnp.array(high), self.shape)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
@@ -82,7 +83,8 @@ def test_continuous_actions_are_clipped_and_scaled_to_their_bounds(shape):
     env.shape = shape
     action, state = np.linspace(-2, 2, int(np.prod(shape))), env.reset(jax.random.key(0))[1]
     _, _, reward, *_ = rp.BoundedActions(env).step(jax.random.key(0), state, action)
-    close(reward, np.sum(1 + 2 * action.clip(-1, 1)))
+    half = 2 + 2 * np.arange(len(action))  # of the distance between the bounds
+    close(reward, np.sum(-1 + half * (1 + action.clip(-1, 1))))
 
 
 # Episodes of at most three steps: action 0 ends an episode, action 1 goes on. So there are four.
@@ -146,6 +148,8 @@ def test_a_network_starts_with_random_weights_of_known_size():
     env.shape = (2, 3)
     run = one_run(rp, env=rp.BoundedActions(env), env_params=env.default_params)
     assert jit(rp.init_state, run)().params["log_std"].shape == (6,)  # one for each number
+    run = one_run(rp, "--env-id Catch-bsuite")  # its observation is a picture of 10 x 5
+    assert jit(rp.init_state, run)().params["w0"].shape == (50, 64)
     assert state.key != other.key
 
 
@@ -349,6 +353,20 @@ def test_an_episode_lasts_up_to_the_time_limit_of_its_task():
     run = one_run(rp, "--env-id MountainCarContinuous-v0")
     episode = jit(rp.play, run)(jit(rp.init_state, run)().params, jax.random.key(0))
     assert episode.mask.sum() == 999  # the untrained car does not arrive
+
+
+class Impatient(Noise):
+    """The environment itself gives up after 3 steps."""
+
+    def is_truncated(self, state, params):
+        return state.time >= 3
+
+
+def test_an_episode_that_is_truncated_sooner_is_padded():
+    run = noise_run(seed=1)
+    run.env = Impatient()
+    episode = jit(rp.play, run)(jit(rp.init_state, run)().params, jax.random.key(0))
+    assert episode.mask.tolist() == [True] * 3 + [False] * 27
 
 
 def test_a_film_shows_the_states_of_the_first_greedy_episode_up_to_its_end(monkeypatch):
