@@ -149,7 +149,7 @@ def test_runs_find_the_exact_value_of_the_start(four_runs):
 
 
 def test_a_default_run_takes_a_million_steps(four_runs):
-    close(four_runs.curves["timesteps"].T, [1e5 * np.arange(1, 11)] * 4)
+    assert four_runs.curves["timesteps"][-1].tolist() == [1_000_000] * 4
 
 
 def test_runs_find_a_shortest_path_each_in_its_own_way(four_runs):
