@@ -31,7 +31,7 @@ def refusal(capsys):
         (SCRIPTS, "--num-intervals", ("x", "0", "-1", "0.5", "nan", "inf", "3e9")),  # a count
         (LEARNERS, "--gamma", ("x", "-0.1", "1.1", "nan", "0.1 x")),  # a fraction
         (TRIO, "--sigma", ("x", "0", "-0.5", "nan", "inf")),  # a positive number
-        (SCRIPTS, "--num-i", ("1",)),  # an abbreviation
+        (SCRIPTS, "--num-inter", ("1",)),  # an abbreviation
         ([DECAY], "--epsilon", ("1",)),  # would abbreviate --epsilon-decay
         ([REPLAY, DECAY], "--buffer-size", ("15 --num-envs 16",)),  # one vector step must fit
         ([REINFORCE], "--num-envs", ("1",)),  # the baseline is a mean
