@@ -242,12 +242,13 @@ def test_few_runs_need_few_devices(script):
     assert [len(script.divide({"seed": np.arange(n)})[0]) for n in (1, 3, 5)] == [1, 3, 3]
 
 
-@pytest.fixture
-def axes(script, monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def axes(script, tmp_path_factory):
     """What is drawn: for each setting three thin lines, of its runs, and then a bold one."""
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
-    run_toy(script, f"--plot {tmp_path / 'x.png'}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+        run_toy(script, f"--plot {tmp_path_factory.mktemp('plot') / 'x.png'}")
     return figures[0].axes[0]
 
 
