@@ -158,14 +158,6 @@ def test_runs_find_a_shortest_path_each_in_its_own_way(four_runs):
     assert first != second  # of two seeds
 
 
-def test_a_printed_line_pools_the_episodes_of_all_agents(capsys):
-    """Not the mean of the agents' means: in the first steps, one has many more than the others."""
-    curves = grid.main("--total-timesteps 3000 --num-intervals 3 --num-seeds 8".split())["curves"]
-    shown = re.findall(r"steps/episode ([\d.]+)", capsys.readouterr().out)
-    pooled = curves["episode_steps"].sum(axis=1) / curves["episodes"].sum(axis=1)
-    close([float(text) for text in shown], pooled, atol=0.06)
-
-
 def test_steps_per_episode_are_nan_until_an_episode_ends(capsys):
     """The first random episode in a grid of 40 x 40 takes far more than 1,000 steps."""
     grid.main("--num-rows 40 --num-columns 40 --total-timesteps 1000".split())

@@ -192,8 +192,9 @@ def test_a_deep_q_network_learns_from_the_values_of_the_averaged_one(monkeypatch
     jax.effects_barrier()
     w0, b0, w1, b1, w2, b2 = (np.array(averaged[x]) for x in ("w0", "b0", "w1", "b1", "w2", "b2"))
     next_obs = losses[0].batch.next_obs / [2.4, 3.0, 0.2, 3.0]  # no pole falls in the first step
-    hidden = np.maximum(np.maximum(next_obs @ w0 + b0, 0) @ w1 + b1, 0)  # (B, 5)
-    best = (hidden @ w2 + b2).max(axis=1)
+    hidden = next_obs @ w0 + b0  # (B, 5)
+    hidden = hidden / (1 + np.exp(-hidden)) @ w1 + b1
+    best = (hidden / (1 + np.exp(-hidden)) @ w2 + b2).max(axis=1)
     np.testing.assert_allclose(losses[0].targets, 1 + 0.99 * best, rtol=1e-4)
 
 
