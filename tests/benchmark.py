@@ -396,8 +396,8 @@ def race_row(name, curve):
         cells = [f"{curve.seconds[reached[0]]:.1f}", f"{curve.steps[reached[0]]:,.0f}"]
     passed = f"{np.sum(curve.returns[-1] >= 475)} of {curve.returns.shape[1]}"
     of_all = "" if name == CLEANRL else f"{curve.seconds[-1]:.1f}"  # it trains one by one
-    name = PEERS.get(name, f"`{name}`")
-    return [name, LEARNS[name], *cells, passed, f"{curve.alone:.1f}", of_all]
+    label = PEERS.get(name, f"`{name}`")
+    return [label, LEARNS[name], *cells, passed, f"{curve.alone:.1f}", of_all]
 
 
 def peer_environment(folder, *packages):

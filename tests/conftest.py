@@ -75,7 +75,8 @@ def watch(monkeypatch, owner, name, ordered=True):
     signature = inspect.signature(function)
 
     def plain(leaf):  # NumPy has no typed keys
-        return jax.random.key_data(leaf) if is_key(leaf) else leaf
+        is_key = hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
 
     def watched(*args, **kwargs):
         out = function(*args, **kwargs)
@@ -123,7 +124,3 @@ class Noise(environment.Environment):
 
     def observation_space(self, params):
         return spaces.Box(0.0, 1.0, (2,))
-
-
-def is_key(leaf):
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -64,8 +64,7 @@ def definitions(script):
 
 
 SOURCES = {script: definitions(script) for script in SCRIPTS}
-ALL_NAMES = [name for sources in SOURCES.values() for name in sources]
-TWINS = sorted(name for name in set(ALL_NAMES) if ALL_NAMES.count(name) > 1)
+NAMES = sorted({name for sources in SOURCES.values() for name in sources})
 
 
 def groups_of(name):
@@ -87,7 +86,7 @@ def differences(name):
 
 
 def test_what_has_the_same_name_is_the_same():
-    different = [line for name in TWINS for line in differences(name)]
+    different = [line for name in NAMES for line in differences(name)]
     what_to_do = (
         "Copy the change to the other scripts, or say in DIFFERENT of tests/test_consistency.py "
         "which scripts agree, and why the others differ."

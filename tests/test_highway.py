@@ -45,9 +45,8 @@ def episode(seed, action):
     return length, bool(terminated), bool(truncated), bool(inner_state.crashed), state
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_crash_terminates(seed):
-    length, terminated, truncated, crashed, _ = episode(seed, FASTER)
+def test_a_crash_terminates():
+    length, terminated, truncated, crashed, _ = episode(0, FASTER)
     assert length < 30
     assert (terminated, truncated, crashed) == (True, False, True)
 

@@ -3,7 +3,6 @@
 What it promises is worked out here by hand, in NumPy, by linear algebra or by Gymnasium.
 """
 
-import importlib
 import importlib.util
 import itertools
 import re
@@ -89,9 +88,9 @@ def test_recipes_apply_to_the_scripts_that_they_name():
 
 def test_recipes_for_one_script_can_be_combined_in_any_order():
     for first, second in itertools.permutations(PATCHES, 2):
-        shared = set(scripts_of(first)) & set(scripts_of(second))
-        for script in sorted(shared)[:1] if {first, second} not in CONFLICTS else []:
-            path = apply(script, first, second)
+        shared = sorted(set(scripts_of(first)) & set(scripts_of(second)))
+        if shared and {first, second} not in CONFLICTS:
+            path = apply(shared[0], first, second)
             if isinstance(path, str):
                 pytest.fail(f"after {first}, {path}", pytrace=False)
 

@@ -4,14 +4,12 @@ This file needs nothing else of this repository. Copy it together with a script,
 script's line in COMMANDS.
 """
 
-import atexit
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,30 +31,22 @@ SWEEP = "--num-seeds 2 --gamma 0.5 0.75"  # four runs
 SWEPT = [script for script in COMMANDS if script != "mountaincar_env.py"]  # which has no such flags
 
 
-def run(script):
-    """Run a command. Return what it printed, its errors, its exit status, and its folder."""
+@pytest.mark.parametrize("script", COMMANDS)
+def test_runs_alone_writes_the_files_that_were_asked_for_and_prints_what_it_saves(script, tmp_path):
     # Without the settings that other tests make for themselves.
     env = {name: text for name, text in os.environ.items() if not name.startswith(("JAX", "XLA"))}
     env["JAX_CHECK_TRACER_LEAKS"] = "1"
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    shutil.copy(SCRIPTS / script, folder)
+    shutil.copy(SCRIPTS / script, tmp_path)
     flags = f"--seed 5 --num-intervals 3 {SWEEP if script in SWEPT else ''} {COMMANDS[script]}"
     command = [sys.executable, script, *flags.split()]
-    process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    return process.stdout, process.stderr, process.returncode, folder
-
-
-@pytest.mark.parametrize("script", COMMANDS)
-def test_runs_alone_writes_the_files_that_were_asked_for_and_prints_what_it_saves(script):
-    output, errors, status, folder = run(script)
-    assert (status, errors) == (0, "")
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
     asked = [word for word in COMMANDS[script].split() if "." in word]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([script, *asked])
-    assert all((folder / name).stat().st_size > 2000 for name in asked)  # not empty pictures
-    with np.load(folder / "run.npz") as saved:
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([script, *asked])
+    assert all((tmp_path / name).stat().st_size > 2000 for name in asked)  # not empty pictures
+    with np.load(tmp_path / "run.npz") as saved:
         check_what_is_saved(script, dict(saved))
-        check_what_is_printed(output.splitlines(), dict(saved))
+        check_what_is_printed(process.stdout.splitlines(), dict(saved))
 
 
 def check_what_is_saved(script, saved):

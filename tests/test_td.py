@@ -70,7 +70,6 @@ def gymnasium_pole():
     """The same pole by Gymnasium, but for rewards and nan."""
     env = gymnasium.make("CartPole-v1").unwrapped
     env.gravity = GRAVITY
-    env.reset()
     return env
 
 
@@ -87,7 +86,6 @@ def features(run, centers, obs):
 
 @pytest.fixture(scope="module", params=TRIO)
 def learning(request):
-    """A record of two intervals of training."""
     script, patch = load(request.param), pytest.MonkeyPatch()
     on_line = request.param == PARALLEL
     # Steps that must be rounded up to two equal intervals. The buffer holds all 160 transitions.
@@ -143,7 +141,6 @@ def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learni
 
 
 def test_an_episode_goes_on_from_its_next_observation_until_it_ends(learning):
-    equal(learning.transitions[0].obs, learning.first.obs)
     length, starts = np.zeros(4, int), [*learning.transitions[0].obs]
     for step, following in zip(learning.transitions[:-1], learning.transitions[1:], strict=True):
         length += 1
@@ -183,9 +180,6 @@ def test_replayed_transitions_are_as_they_were_seen(learning):
         for replayed in zip(*update.batch, strict=True):
             for array, expected in zip(replayed, seen[replayed[0].tobytes()], strict=True):
                 equal(array, expected)
-    replayed_last = {obs.tobytes() for update in learning.updates[-10:] for obs in update.batch.obs}
-    first = [obs.tobytes() for transitions in learning.transitions[:10] for obs in transitions.obs]
-    assert replayed_last & set(first)  # the buffer holds all: old transitions are replayed, too
 
 
 def test_targets_bootstrap_from_what_follows_unless_it_is_terminal(learning):
@@ -205,13 +199,6 @@ def errors_of(learning, update):
     q = features(learning.run, update.centers, update.batch.obs) @ update.weights.T
     values = q[np.arange(len(q)), update.batch.action]
     return update.targets - values, values
-
-
-def test_the_loss_is_half_the_mean_squared_error(learning):
-    for update in learning.updates:
-        loss, _ = update.out
-        errors, _ = errors_of(learning, update)
-        close(loss, np.mean(errors**2) / 2, rtol=1e-4)
 
 
 def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
@@ -250,7 +237,7 @@ def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learni
         close(line["returns"], np.mean(returns), rtol=1e-5)
 
 
-def test_a_run_starts_with_weights_of_0_and_with_centers_and_poles_of_its_seed():
+def test_a_run_starts_with_weights_of_0_and_with_centers_of_its_seed():
     for script in map(load, TRIO):
         runs = [pole_run(script, "", seed=seed) for seed in (1, 2)]
         one, other = [jit(script.init_state, run)() for run in runs]
@@ -260,7 +247,6 @@ def test_a_run_starts_with_weights_of_0_and_with_centers_and_poles_of_its_seed()
         assert np.all(np.abs(centers.mean(axis=1)) < 5 * np.sqrt(1 / 3 / 500))  # spread evenly
         assert np.all(np.abs(np.corrcoef(centers) - np.eye(4)) < 5 / np.sqrt(500))
         assert not np.any(centers == other.centers)
-        assert not np.any(one.obs == other.obs)
 
 
 @pytest.mark.parametrize("name", TRIO[1:])
@@ -341,7 +327,7 @@ def test_actions_are_random_with_probability_epsilon(name, monkeypatch):
             close(metrics["epsilon"], epsilon, rtol=1e-6)
 
 
-def noise_run(script, flags="", **own):
+def noise_run(script, flags, **own):
     own |= {"env": LogWrapper(Noise()), "env_params": Noise().default_params, "env_id": "noise"}
     script.OBS_SCALE["noise"] = [1.0, 1.0]
     return one_run(script, f"--num-centers 3 --num-intervals 1 {flags}", **own)
@@ -381,20 +367,17 @@ def test_environments_never_get_the_same_random_numbers_twice(name, monkeypatch)
     assert len(np.unique(seen, axis=0)) == len(seen) > 2 * 80
 
 
-def test_a_scale_is_of_the_size_of_its_bound():
-    """An observation is at most 1 to 2.5 scales. (Two velocities of a pole have no bound.)"""
-    for script, env_id in itertools.product(map(load, TRIO), TASKS):
-        env, params = gymnax.make(env_id)
-        space = env.observation_space(params)
-        bound = np.maximum(np.abs(space.low), np.abs(space.high))
-        ratio = (bound / np.array(script.OBS_SCALE[env_id]))[bound < 1e6]
-        exact = (env_id == "MountainCar-v0") | (bound == 1)  # and of sines and cosines
-        low, high = np.where(exact, 0.99, 1.5), np.where(exact, 1.01, 2.5)
-        assert np.all((ratio > low[bound < 1e6]) & (ratio < high[bound < 1e6]))
+def test_scales_are_the_bounds_of_observations_or_about_half_of_them():
+    """That of CartPole-v1 is SCALE, with which the tests above compute features."""
+    for script in map(load, TRIO):
+        assert script.OBS_SCALE["MountainCar-v0"] == [1.2, 0.07]  # the left wall, the top speed
+        *angles, first, second = script.OBS_SCALE["Acrobot-v1"]
+        assert angles == [1, 1, 1, 1]  # cosines and sines
+        assert 1.5 < 4 * np.pi / first < 2.5 and 1.5 < 9 * np.pi / second < 2.5  # top speeds
 
 
 def play_greedily(env, obs, run, learned):
-    """Play in Gymnasium from an observation on. Return the return and the length."""
+    """Play in Gymnasium from an observation on, and return the return."""
     env.state, env.steps_beyond_terminated = np.float64(obs), None
     total, length, terminated = 0.0, 0, False
     while not terminated and length < run.env_params.max_steps_in_episode:
@@ -402,7 +385,7 @@ def play_greedily(env, obs, run, learned):
         action = np.argmax(learned["weights"] @ phi)
         terminated = env.step(action)[2]
         total, length = total + 33 + 14 * action, length + 1
-    return total, length
+    return total
 
 
 @pytest.mark.parametrize("name", TRIO)
@@ -420,8 +403,7 @@ def test_returned_weights_play_in_gymnasium_as_they_were_evaluated(name, monkeyp
         state = with_weights(first, weights)._replace(key=jax.random.key(i))
         learned = jax.device_get(evaluate(state))
         jax.effects_barrier()
-        episodes = [play_greedily(env, reset.out[0], run, learned) for reset in resets]
-        returns, _ = zip(*episodes, strict=True)
+        returns = [play_greedily(env, reset.out[0], run, learned) for reset in resets]
         close(np.sort(learned["greedy_return"]), np.sort(returns), rtol=1e-5)
 
 
