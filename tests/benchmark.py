@@ -349,7 +349,7 @@ def race():
         pqn = cleanrl_program(Path(folder) / "cleanrl")
         curves = {**our_curves(), **rejax_curves(rejax), CLEANRL: cleanrl_curve(pqn, num_agents=3)}
     draw_race(curves)
-    head = "program", "what each agent learns", "seconds", "steps", "passed", "of one", "of all"
+    head = "program", "what each agent learns", "seconds", "steps", "passed", "one agent", "all"
     return table(head, [race_row(name, curve) for name, curve in curves.items()])
 
 
@@ -458,22 +458,34 @@ def greedy_curve(name, script, text, flags, unchanged):
 def draw_race(curves):
     """Draw the median of the agents of each program, and a band from the worst to the best."""
     # Ours are blue, rejax's orange, CleanRL's gray: hues that nobody confuses, from dark to light.
-    colors = dict(zip(OURS, ["#08306b", "#2171b5", "#4aa3df", "#8cc5e8", "#08306b"], strict=True))
+    colors = dict(zip(OURS, ["#08306b", "#2171b5", "#4aa3df", "#8cc5e8", "#2171b5"], strict=True))
     colors |= dict(zip(PEERS, ["#7f2704", "#d94801", "#fd9b4f", "#4d4d4d"], strict=True))
-    figure = Figure(figsize=(9.2, 4.2), layout="constrained", dpi=200)
-    axes = figure.subplots()
-    for name, (times, _, returns, _) in curves.items():
-        color, low, high = colors[name], returns.min(axis=1), returns.max(axis=1)
-        axes.fill_between(times, low, high, color=color, alpha=0.12, linewidth=0)
-        style = "--" if name in PEERS else "-"
-        label = PEERS.get(name, name)
-        axes.plot(times, np.median(returns, axis=1), style, color=color, linewidth=2.2, label=label)
-    axes.axhline(475, color="black", linestyle=":", linewidth=1)
-    axes.text(1.05, 480, "475: solved", va="bottom", fontsize="small")
-    axes.set(xscale="log", xlim=(1, None), ylim=(0, 530), yticks=range(0, 501, 100))
-    axes.set(xlabel="seconds since the command was entered", ylabel="greedy return")
+    figure = Figure(figsize=(9.2, 5.6), layout="constrained", dpi=200)
+    rows = {"linear, or one hidden layer": CARTPOLE, "two hidden layers": [DQN, *PEERS]}
+    for axes, (title, names) in zip(figure.subplots(2, sharex=True), rows.items(), strict=True):
+        for name in names:
+            times, _, returns, _ = curves[name]
+            low, high, color = returns.min(axis=1), returns.max(axis=1), colors[name]
+            axes.fill_between(times, low, high, color=color, alpha=0.12, linewidth=0)
+            style = "--" if name in PEERS else "-"
+            label = PEERS.get(name, name)
+            axes.plot(times, np.median(returns, axis=1), style, color=color, lw=2.2, label=label)
+        axes.axhline(475, color="black", linestyle=":", linewidth=1)
+        axes.text(1.05, 460, "475: solved", va="top", fontsize="small")
+        axes.set(xscale="log", xlim=(1, 300), ylim=(0, 530), yticks=[0, 250, 500])
+        axes.set(ylabel="greedy return")
+        axes.legend(
+            title=title,
+            alignment="left",
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+            fontsize="x-small",
+            title_fontsize="x-small",
+            handlelength=1.5,
+            frameon=False,
+        )
+    axes.set(xlabel="seconds since the command was entered")
     axes.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
-    figure.legend(loc="outside right center", fontsize="x-small", handlelength=1.5, frameon=False)
     figure.savefig(PICTURES / "race.png")
 
 
