@@ -11,8 +11,10 @@ import argparse
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import rejax
+from rejax.evaluate import evaluate
 
 CONFIGS = {
     "ppo": {
@@ -67,6 +69,20 @@ CONFIGS = {
 }
 INTERVALS = {"ppo": 5_000, "dqn": 5_000, "pqn": 16_384}  # steps from one evaluation to the next
 
+
+def greedy_episodes(agent, state, key):
+    """Lengths and returns of 128 greedy episodes. (rejax's own evaluation explores a little.)"""
+
+    def act(obs, _):
+        if args.algorithm == "ppo":
+            policy = agent.actor.apply(state.actor_ts.params, obs[None], method="_action_dist")
+            return jnp.argmax(policy.logits)
+        return jnp.argmax(agent.agent.apply(state.q_ts.params, obs[None]))
+
+    limit = agent.env_params.max_steps_in_episode
+    return evaluate(act, key, agent.env, agent.env_params, 128, limit)
+
+
 parser = argparse.ArgumentParser()
 parser.add_argument("algorithm", choices=CONFIGS)
 parser.add_argument("num_agents", type=int)
@@ -75,8 +91,10 @@ args = parser.parse_args()
 
 config = CONFIGS[args.algorithm]
 interval = INTERVALS[args.algorithm] if args.save else config["total_timesteps"]
-agent = rejax.get_algo(args.algorithm).create(
-    env="CartPole-v1", eval_freq=interval, skip_initial_evaluation=not args.save, **config
+agent = (
+    rejax.get_algo(args.algorithm)
+    .create(env="CartPole-v1", eval_freq=interval, skip_initial_evaluation=not args.save, **config)
+    .replace(eval_callback=greedy_episodes)
 )
 keys = jax.random.split(jax.random.PRNGKey(271000), args.num_agents)
 train = jax.jit(jax.vmap(agent.train)).lower(keys).compile()

@@ -24,9 +24,9 @@ STEP = jax.jit(ENV.step)
 INNER_RESET, INNER_STEP = jax.jit(ENV.inner.reset), jax.jit(ENV.inner.step_env)
 
 
-def episode(seed, action):
+def episode(action):
     """Play one action until the episode ends, and the same with HighJax. Return how it ended."""
-    key = jax.random.key(seed)
+    key = jax.random.key(0)
     obs, state = ENV.reset(key, PARAMS)
     inner_obs, inner_state = INNER_RESET(key, PARAMS.inner)
     np.testing.assert_allclose(obs, highway.SCALE * inner_obs, rtol=1e-6)
@@ -46,13 +46,13 @@ def episode(seed, action):
 
 
 def test_a_crash_terminates():
-    length, terminated, truncated, crashed, _ = episode(0, FASTER)
+    length, terminated, truncated, crashed, _ = episode(FASTER)
     assert length < 30
     assert (terminated, truncated, crashed) == (True, False, True)
 
 
 def test_the_time_limit_truncates_and_the_next_episode_begins():
-    length, terminated, truncated, crashed, state = episode(0, SLOWER)
+    length, terminated, truncated, crashed, state = episode(SLOWER)
     assert length == 30
     assert (terminated, truncated, crashed) == (False, True, False)
     assert state.time == 0

@@ -4,8 +4,10 @@ The checker refuses keys[i] in a while_loop. Split a key in the loop there, and 
 """
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from conftest import CAR, GRID, REINFORCE, SCRIPTS, TRIO, load, one_run
+from conftest import CAR, GRID, LEARNERS, REINFORCE, SCRIPTS, TRIO, load, one_run
 
 FEW_STEPS = "--num-intervals 1 --total-timesteps 100 --eval-episodes 3"
 FLAGS = {
@@ -52,3 +54,17 @@ def test_no_key_is_used_twice_in_a_greedy_episode(name):
 
     with jax.debug_key_reuse(True):
         play()
+
+
+def test_a_run_is_the_same_alone_and_beside_others():
+    for name in LEARNERS:
+        script = load(name)
+        few = "--num-iterations 1" if name == REINFORCE else "--total-timesteps 100"
+
+        def line(seed, script=script, few=few):
+            run = one_run(script, f"--num-intervals 1 {few}", seed=seed)
+            return script.train_interval(run, script.init_state(run))[1]
+
+        beside, alone = jax.jit(jax.vmap(line))(jnp.arange(3)), jax.jit(line)(2)
+        for many, one in zip(jax.tree.leaves(beside), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(many[2], one, rtol=1e-3, atol=1e-4)  # other roundings

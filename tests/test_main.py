@@ -214,11 +214,12 @@ def test_a_value_that_is_swept_twice_is_reported_twice(script, capsys):
 
 
 def test_runs_are_divided_into_equal_batches(script, monkeypatch):
-    """Five on each of four devices: batches of three and two would be compiled apart."""
+    """Five or six on each of four devices: batches of three and two would be compiled apart."""
     monkeypatch.setattr(script, "MAX_AT_ONCE", 4)
-    devices, size, runs = script.divide({"seed": np.arange(18)})
-    assert (len(devices), size) == (4, 3)
-    assert runs["seed"].tolist() == [*range(18), *range(6)]
+    for num_runs in (18, 22):
+        devices, size, runs = script.divide({"seed": np.arange(num_runs)})
+        assert (len(devices), size) == (4, 3)
+        assert runs["seed"].tolist() == [*range(num_runs), *range(24 - num_runs)]
 
 
 def test_few_runs_need_few_devices(script):

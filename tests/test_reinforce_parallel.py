@@ -370,11 +370,24 @@ def test_a_film_shows_the_states_of_the_first_greedy_episode_up_to_its_end(monke
     params = {"w0": np.zeros((4, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2))}
     state = rp.TrainState(jax.random.key(0), params | {"b1": np.array([0.0, 1.0])}, None, 0)
     learned = jit(rp.evaluate, run)(state)
-    two_runs = jax.tree.map(lambda array: np.stack([array, np.zeros_like(array)]), learned)
-    rp.animate(run, two_runs)
+    rp.animate(run, jax.tree.map(lambda array: np.asarray(array)[None], learned))  # of one run
     [(states, rewards)] = films
     length = round(float(learned["greedy_return"][0]) / 0.7)  # pushes to the right cost 0.3
     assert len(states) == length < 30
     shown = [[state.x, state.x_dot, state.theta, state.theta_dot] for state in states]
     close(shown, learned["episode"].obs[:length], atol=1e-6)
     close(rewards[:length], 0.7 * np.arange(1, length + 1))
+
+
+def test_a_film_shows_run_0_and_at_most_200_steps(monkeypatch):
+    """Two runs of 300 steps. A state is the number of its step, or 300 more in run 1."""
+    films = []
+
+    def visualizer(env, env_params, states, rewards):
+        films.append(states)
+        return SimpleNamespace(animate=len)
+
+    monkeypatch.setattr("gymnax.visualize.Visualizer", visualizer)
+    t = np.arange(600).reshape(2, 300)
+    rp.animate(one_run(rp, "--gif x.gif"), {"episode": rp.Step(t, t, t, t >= 0, t)})
+    assert films == [[*range(200)]]

@@ -51,6 +51,7 @@ def test_runs_alone_writes_the_files_that_were_asked_for_and_prints_what_it_save
 
 def check_what_is_saved(script, saved):
     """The flags of the command, the versions of its packages, and each seed with each gamma."""
+    assert not any(".." in name for name in saved)
     flags, versions = json.loads(saved["args"].item()), json.loads(saved["versions"].item())
     assert versions.pop("script") == script
     imported = re.findall(

@@ -201,6 +201,13 @@ def errors_of(learning, update):
     return update.targets - values, values
 
 
+def test_the_loss_is_half_the_mean_squared_error(learning):
+    for update in learning.updates:
+        loss, _ = update.out
+        errors, _ = errors_of(learning, update)
+        close(loss, np.mean(errors**2) / 2, rtol=1e-4)
+
+
 def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
     """The gradient is that of the values alone: the targets have none. The centers stay."""
     total = len(learning.updates)
