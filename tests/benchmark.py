@@ -172,8 +172,8 @@ def learning():
     grid = run(GRID, f"--num-seeds 1000 {FRESH}")
     arrive = np.sum(grid.saved["learned.greedy_steps"] == 18)
     error = np.abs(grid.saved["learned.start_value"] - 0.9**17).max()
-    text = f"`{GRID}`: {arrive} of 1,000 agents find a shortest path. The largest error of the value of"
-    return f"{table(['command', *CARTPOLE_HEAD], rows)}\n{text} the start is {error:.0e}."
+    text = f"`{GRID}`: {arrive} of 1,000 agents find a shortest path. The largest error of the"
+    return f"{table(['command', *CARTPOLE_HEAD], rows)}\n{text} value of the start is {error:.0e}."
 
 
 def joined(results):
