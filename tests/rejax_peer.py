@@ -4,16 +4,20 @@
 
 It runs in an environment of its own (benchmark.py makes it), since rejax needs another gymnax. The
 configurations are those of rejax's authors for this task: configs/gymnax/cartpole.yaml of its
-repository. Without --save, nothing is evaluated before the end, so that seconds are of training.
+repository. Agents are divided between the cores. Without --save, nothing is evaluated, so that
+seconds are of training.
 """
 
 import argparse
+import os
 import time
 
+os.environ["JAX_NUM_CPU_DEVICES"] = str(len(os.sched_getaffinity(0)))
 import jax
 import jax.numpy as jnp
 import numpy as np
 import rejax
+from jax.sharding import PartitionSpec as P
 from rejax.evaluate import evaluate
 
 CONFIGS = {
@@ -72,6 +76,8 @@ INTERVALS = {"ppo": 5_000, "dqn": 5_000, "pqn": 16_384}  # steps from one evalua
 
 def greedy_episodes(agent, state, key):
     """Lengths and returns of 128 greedy episodes. (rejax's own evaluation explores a little.)"""
+    if not args.save:
+        return jnp.zeros(1), jnp.zeros(1)
 
     def act(obs, _):
         if args.algorithm == "ppo":
@@ -97,7 +103,11 @@ agent = (
     .replace(eval_callback=greedy_episodes)
 )
 keys = jax.random.split(jax.random.PRNGKey(271000), args.num_agents)
-train = jax.jit(jax.vmap(agent.train)).lower(keys).compile()
+devices = jax.devices()[: args.num_agents]
+mesh = jax.sharding.Mesh(devices, "cores")
+train = jax.vmap(agent.train)
+train = jax.shard_map(train, mesh=mesh, in_specs=P("cores"), out_specs=P("cores"), check_vma=False)
+train = jax.jit(train).lower(keys).compile()
 print("compiled", flush=True)
 began = time.perf_counter()
 _, (_, returns) = jax.block_until_ready(train(keys))  # (agents, evaluations, episodes)
