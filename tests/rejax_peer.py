@@ -9,6 +9,7 @@ seconds are of training.
 """
 
 import argparse
+import math
 import os
 import time
 
@@ -103,7 +104,7 @@ agent = (
     .replace(eval_callback=greedy_episodes)
 )
 keys = jax.random.split(jax.random.PRNGKey(271000), args.num_agents)
-devices = jax.devices()[: args.num_agents]
+devices = jax.devices()[: math.gcd(jax.device_count(), args.num_agents)]  # equal shares
 mesh = jax.sharding.Mesh(devices, "cores")
 train = jax.vmap(agent.train)
 train = jax.shard_map(train, mesh=mesh, in_specs=P("cores"), out_specs=P("cores"), check_vma=False)
