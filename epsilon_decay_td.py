@@ -8,37 +8,35 @@ r"""Q-learning with decaying exploration: replay_td.py, but epsilon falls during
     target  = r + gamma max_a' Q_avg(s', a'),    or r if s' is terminal
     epsilon = max(end_e, start_e epsilon_decay^t)    in vector step t = 0, 1, ...
 
-The decay counts vector steps. With more environments, or fewer environment steps, a run has fewer
-of them, and epsilon ends higher.
-
 The features phi are radial basis functions with random centers c_i (Sutton & Barto 2018, section
-9.5.5). A ring buffer keeps the last C transitions (experience replay, Lin 1992). After each vector
-step (one step of all N environments), B transitions are drawn from it at random, since these are
-less correlated than successive ones (Mnih et al. 2015). They give one Adam step on half the mean
-squared TD error. Q_avg is Q with slowly averaged weights: after each update, w_avg <- w_avg +
-tau (w - w_avg) (Lillicrap et al. 2016, section 3).
+9.5.5). Each batch of B transitions gives one Adam step on half the mean squared TD error.
 
 No gradient flows through the target: this is semi-gradient Q-learning (section 11.1). With
 function approximation, it may diverge (section 11.3). Where only the time limit ends an episode,
 the value of s' still counts (Pardo et al. 2018). The learning rate falls linearly to 0.
 
-    python epsilon_decay_td.py                                                 # one run
-    python epsilon_decay_td.py --end-e 0 0.25 --num-seeds 20 --plot curve.png  # forty runs
-    python epsilon_decay_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5 \
-        --learning-rate 0.06 --end-e 0.1 --buffer-size 1e5
-    python epsilon_decay_td.py --env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 \
-        --learning-rate 0.01 --sigma 0.15 --end-e 0.1 --buffer-size 1e5
+A ring buffer keeps the last C transitions (experience replay, Lin 1992). After each vector step
+(one step of all N environments), a batch is drawn from it at random, since these transitions are
+less correlated than successive ones (Mnih et al. 2015). Q_avg is Q with slowly averaged weights:
+after each update, w_avg <- w_avg + tau (w - w_avg) (Lillicrap et al. 2016, section 3).
 
-Shapes: R runs, K intervals, N = num_envs environments, C = buffer_size transitions in the buffer,
-B = batch_size transitions in a batch, D observation dimensions, F = num_centers features,
-A actions.
+The decay counts vector steps. With more environments, or fewer environment steps, a run has fewer
+of them, and epsilon ends higher.
+
+    python epsilon_decay_td.py                                               # one run
+    python epsilon_decay_td.py --end-e 0 0.25 --num-seeds 20 --plot curve.png    # forty runs
+    python epsilon_decay_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5
+    python epsilon_decay_td.py --env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 \
+        --learning-rate 0.01 --sigma 0.15
+
+Shapes: R runs, K intervals, N = num_envs environments, D observation dimensions, F = num_centers
+features, A actions, C = buffer_size transitions in the buffer, B = batch_size of a batch.
 """
 
 import argparse
 import json
 import math
 import os
-import sys
 import time
 from functools import partial
 from importlib.metadata import version
@@ -68,7 +66,7 @@ OBS_SCALE = {
 def count(text):
     """Read a flag: an integer of at least 1. It may be written 2e6."""
     value = float(text)
-    if not 1 <= value < 2**31 or value != int(value):
+    if not 1 <= value <= 2**30 or value != int(value):
         raise ValueError
     return int(value)
 
@@ -105,10 +103,10 @@ def parse_args(argv=None):
     flag("--total-timesteps", type=count, default=250_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
-    flag("--buffer-size", type=count, default=200_000, help="transitions that the buffer holds")
+    flag("--buffer-size", type=count, default=250_000, help="transitions that the buffer holds")
     flag("--batch-size", type=count, default=32, help="transitions per update")
     sweep("--tau", type=fraction, default=[0.01], help="step size of the averaged weights")
-    sweep("--learning-rate", type=fraction, default=[0.03], help="initial value, falls to 0")
+    sweep("--learning-rate", type=positive, default=[0.04], help="initial value, falls to 0")
     sweep("--gamma", type=fraction, default=[0.99], help="discount factor")
     text = "initial epsilon, the probability of a random action"
     sweep("--start-e", type=fraction, default=[1.0], help=text)
@@ -127,11 +125,10 @@ def parse_args(argv=None):
         parser.error("--seed and the seeds that follow must be from 0 to 2**31 - 1")
     if args.buffer_size < args.num_envs:
         parser.error("--buffer-size must be at least --num-envs")
-    # Timesteps are rounded up, so that all intervals are equal.
-    num_updates = math.ceil(args.total_timesteps / args.num_envs)
-    args.interval_updates = math.ceil(num_updates / args.num_intervals)
-    args.num_intervals = math.ceil(num_updates / args.interval_updates)
-    args.num_updates = args.num_intervals * args.interval_updates
+    # The updates of the last interval may exceed num_updates. Their learning rate is 0.
+    args.num_updates = math.ceil(args.total_timesteps / args.num_envs)
+    args.interval_updates = math.ceil(args.num_updates / args.num_intervals)
+    args.num_intervals = math.ceil(args.num_updates / args.interval_updates)
     return args
 
 
@@ -203,7 +200,8 @@ def init_state(run):
 
 def features(run, centers, obs):
     """Radial basis functions phi (F,) of an observation (D,)."""
-    scaled = obs.reshape(-1) / jnp.array(OBS_SCALE[run.env_id]).reshape(obs.size)
+    scale = jnp.array(OBS_SCALE[run.env_id]).reshape(obs.size)  # a number for each dimension
+    scaled = obs.reshape(-1) / scale  # (D,)
     squared_distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,)
     return jnp.exp(-squared_distance / (2 * run.sigma**2))
 
@@ -257,8 +255,11 @@ def td_target(run, centers, weights, transition):
 
 def td_loss(run, centers, weights, batch, targets):
     """Half the mean squared TD error of a batch (B,). Also return what a progress line shows."""
-    q = jax.vmap(partial(q_values, run, centers, weights))(batch.obs)  # (B, A)
-    values = jax.vmap(lambda q, action: q[action])(q, batch.action)  # (B,)
+
+    def value(obs, action):
+        return q_values(run, centers, weights, obs)[action]
+
+    values = jax.vmap(value)(batch.obs, batch.action)  # (B,)
     errors = targets - values
     metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
     return jnp.mean(errors**2) / 2, metrics
@@ -283,18 +284,18 @@ def train_step(run, state, _):
     weights = optax.apply_updates(state.weights, updates)
     target_weights = optax.incremental_update(weights, state.target_weights, run.tau)
     state = state._replace(weights=weights, target_weights=target_weights, opt_state=opt_state)
-    # LogWrapper repeats the last return in every step: count it only where an episode ended.
-    ended = info["returned_episode"]  # (N,)
-    return_sum = jnp.sum(info["returned_episode_returns"], where=ended)
-    return state, dict(**metrics, epsilon=epsilon, episodes=jnp.sum(ended), return_sum=return_sum)
+    return state, ({"epsilon": epsilon, **metrics}, info)
 
 
 def train_interval(run, state):
     """Make the updates up to the next progress line. Also return what it shows."""
-    state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
-    means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
-    returns = means.pop("return_sum") / means.pop("episodes")  # nan if no episode ended
-    return state, dict(timesteps=state.timesteps, returns=returns, **means)
+    updates = partial(train_step, run)
+    state, (metrics, info) = jax.lax.scan(updates, state, length=run.interval_updates)
+    means = jax.tree.map(jnp.mean, metrics)
+    # LogWrapper repeats the last return in every step: count it only where an episode ended.
+    ended = info["returned_episode"]
+    returns = jnp.mean(info["returned_episode_returns"], where=ended)  # nan if none ended
+    return state, {"returns": returns, **means}
 
 
 def greedy_return(run, centers, weights, key):
@@ -339,7 +340,7 @@ def draw(args, settings, results):
     for i, (label, rows) in enumerate(settings):
         axes.plot(x[:, rows], y[:, rows], f"C{i % 10}.-", linewidth=0.5, alpha=0.3)
         median = np.median(x[:, rows], axis=1), np.median(y[:, rows], axis=1)
-        axes.plot(*median, f"C{i % 10}.-", linewidth=2, label=f"median  {label}".strip())
+        axes.plot(*median, f"C{i % 10}.-", linewidth=2, label=f"median, {label}")
     axes.set(xlabel="environment steps", ylabel="return of training episodes")
     figure.legend(loc="outside upper center", fontsize="small")
     figure.savefig(args.plot)
@@ -347,8 +348,7 @@ def draw(args, settings, results):
 
 # Many runs at once. The helpers of `main` are not about learning.
 
-PACKAGES = "jax", "jaxlib", "optax", "gymnax"  # results depend on their versions
-MAX_AT_ONCE = 10  # runs vmapped together on a core of a CPU; more would overflow its cache
+AT_ONCE = 64  # runs vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {
     "cpu": {
         "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
@@ -372,35 +372,30 @@ def make_runs(args):
     runs = {name: array.ravel() for name, array in zip(swept, arrays, strict=True)}
     settings = []
     for i in range(0, len(runs["seed"]), args.num_seeds):
-        label = ", ".join(f"{name} {runs[name][i]:.9g}" for name in varied)
-        settings.append((label, slice(i, i + args.num_seeds)))
+        label = ", ".join(f"{name} {runs[name][i]}" for name in varied)
+        settings.append((label or "all runs", slice(i, i + args.num_seeds)))
     return runs, settings
 
 
 def divide(runs):
-    """Divide runs evenly among devices, and those of a CPU core into equal batches.
-
-    Return the devices, the size of a batch, and the runs, with copies that make all batches equal.
-    """
-    devices, num_runs = jax.devices(), len(runs["seed"])
-    per_device = math.ceil(num_runs / len(devices))
-    devices = devices[: math.ceil(num_runs / per_device)]
-    most = MAX_AT_ONCE if devices[0].platform == "cpu" else per_device
-    num_batches = math.ceil(per_device / most)
-    at_once = math.ceil(per_device / num_batches)
-    length = len(devices) * num_batches * at_once
-    return devices, at_once, {name: np.resize(array, length) for name, array in runs.items()}
+    """Return the devices to use, and the runs, with copies so that each device has as many."""
+    num_runs = len(runs["seed"])
+    devices = jax.devices()[:num_runs]
+    length = math.ceil(num_runs / len(devices)) * len(devices)
+    return devices, {name: np.resize(array, length) for name, array in runs.items()}
 
 
-def compile_over_runs(function, *inputs, fixed, devices, at_once):
+def compile_over_runs(function, *inputs, fixed, devices):
     """Compile function(run, *arrays) of one run into a function of (runs, *arrays) of all."""
 
-    def one_run(inputs):
-        own, *arrays = inputs  # its own seed and values of swept flags
-        return function(SimpleNamespace(**(fixed | own)), *arrays)
+    def one_run(arrays):
+        own, *others = arrays  # its own seed and values of swept flags
+        return function(SimpleNamespace(**(fixed | own)), *others)
 
-    def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped
-        return jax.lax.map(one_run, inputs, batch_size=at_once)
+    def one_device(*arrays):
+        if devices[0].platform == "cpu":
+            return jax.lax.map(one_run, arrays, batch_size=AT_ONCE)
+        return jax.vmap(one_run)(arrays)
 
     mesh = jax.sharding.Mesh(devices, "runs")
     axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
@@ -424,15 +419,16 @@ def flat(tree):
 def main(argv=None):
     """Train, evaluate and report. Return what --save writes, as nested dictionaries."""
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
+    versions = {name: version(name) for name in ("jax", "jaxlib", "optax", "gymnax")}
     env, env_params = make_env(args)
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, at_once, padded = divide(runs)  # padded with copies of runs
+    devices, padded = divide(runs)  # padded with copies of runs
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()
     fixed = vars(args) | {"env": env, "env_params": env_params}
-    over_runs = partial(compile_over_runs, fixed=fixed, devices=devices, at_once=at_once)
+    over_runs = partial(compile_over_runs, fixed=fixed, devices=devices)
     state = over_runs(init_state, padded)(padded)
     train = over_runs(train_interval, padded, state)
     finish = over_runs(evaluate, padded, state)
@@ -445,17 +441,15 @@ def main(argv=None):
     began = time.perf_counter()
     for _ in range(args.num_intervals):
         state, metrics = train(padded, state)
-        metrics = gather(metrics, num_runs)  # waits for `train`
+        timesteps, metrics = gather((state.timesteps, metrics), num_runs)  # waits for `train`
         seconds = time.perf_counter() - began
-        history.append({"seconds": seconds, **metrics})  # log elsewhere here
-        timesteps = metrics.pop("timesteps")  # (R,) so far
+        history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # log here
         words = [f"{name} {values.mean():#.4g}" for name, values in metrics.items()]
         speed = f"{timesteps.sum() / seconds:,.0f} steps/s in total"
         print(f"step {timesteps.mean():,.0f}", *words, speed, sep="  ", flush=True)
 
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
-    versions = {"script": sys.argv[0]} | {name: version(name) for name in PACKAGES}
     results = {
         "args": json.dumps(vars(args)),
         "versions": json.dumps(versions),
@@ -466,7 +460,7 @@ def main(argv=None):
     if args.save:
         np.savez(args.save, **flat(results))
     for label, rows in settings:
-        print(f"{label}  {report(learned, rows)}".strip())
+        print(f"{label}: {report(learned, rows)}")
     if args.plot:
         draw(args, settings, results)
     return results
