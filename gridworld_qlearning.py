@@ -23,7 +23,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from functools import partial
 from importlib.metadata import version
@@ -48,7 +47,7 @@ BLOCK = 1000  # steps whose random numbers are drawn at once
 def count(text):
     """Read a flag: an integer of at least 1. It may be written 2e6."""
     value = float(text)
-    if not 1 <= value < 2**31 or value != int(value):
+    if not 1 <= value <= 2**30 or value != int(value):
         raise ValueError
     return int(value)
 
@@ -179,7 +178,7 @@ def train_interval(run, state):
     sums = jax.tree.map(partial(jnp.sum, axis=0), metrics)
     # One episode follows the other, so this is the total length of those that ended.
     episode_steps = state.episode_began - before
-    return state, dict(timesteps=state.timesteps, episode_steps=episode_steps, **sums)
+    return state, {"episode_steps": episode_steps, **sums}
 
 
 def greedy_steps(run, q_table):
@@ -244,8 +243,7 @@ def draw(args, settings, results):
 
 # Many runs at once. The helpers of `main` are not about learning.
 
-PACKAGES = "jax", "jaxlib"  # results depend on their versions
-MAX_AT_ONCE = 1  # on a core of a CPU: updating several tables at once is slow there
+AT_ONCE = 1  # runs on a core of a CPU: updating several tables at once is slow there
 COMPILER_OPTIONS = {}
 
 
@@ -261,35 +259,30 @@ def make_runs(args):
     runs = {name: array.ravel() for name, array in zip(swept, arrays, strict=True)}
     settings = []
     for i in range(0, len(runs["seed"]), args.num_seeds):
-        label = ", ".join(f"{name} {runs[name][i]:.9g}" for name in varied)
-        settings.append((label, slice(i, i + args.num_seeds)))
+        label = ", ".join(f"{name} {runs[name][i]}" for name in varied)
+        settings.append((label or "all runs", slice(i, i + args.num_seeds)))
     return runs, settings
 
 
 def divide(runs):
-    """Divide runs evenly among devices, and those of a CPU core into equal batches.
-
-    Return the devices, the size of a batch, and the runs, with copies that make all batches equal.
-    """
-    devices, num_runs = jax.devices(), len(runs["seed"])
-    per_device = math.ceil(num_runs / len(devices))
-    devices = devices[: math.ceil(num_runs / per_device)]
-    most = MAX_AT_ONCE if devices[0].platform == "cpu" else per_device
-    num_batches = math.ceil(per_device / most)
-    at_once = math.ceil(per_device / num_batches)
-    length = len(devices) * num_batches * at_once
-    return devices, at_once, {name: np.resize(array, length) for name, array in runs.items()}
+    """Return the devices to use, and the runs, with copies so that each device has as many."""
+    num_runs = len(runs["seed"])
+    devices = jax.devices()[:num_runs]
+    length = math.ceil(num_runs / len(devices)) * len(devices)
+    return devices, {name: np.resize(array, length) for name, array in runs.items()}
 
 
-def compile_over_runs(function, *inputs, fixed, devices, at_once):
+def compile_over_runs(function, *inputs, fixed, devices):
     """Compile function(run, *arrays) of one run into a function of (runs, *arrays) of all."""
 
-    def one_run(inputs):
-        own, *arrays = inputs  # its own seed and values of swept flags
-        return function(SimpleNamespace(**(fixed | own)), *arrays)
+    def one_run(arrays):
+        own, *others = arrays  # its own seed and values of swept flags
+        return function(SimpleNamespace(**(fixed | own)), *others)
 
-    def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped
-        return jax.lax.map(one_run, inputs, batch_size=at_once)
+    def one_device(*arrays):
+        if devices[0].platform == "cpu":
+            return jax.lax.map(one_run, arrays, batch_size=AT_ONCE)
+        return jax.vmap(one_run)(arrays)
 
     mesh = jax.sharding.Mesh(devices, "runs")
     axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
@@ -313,13 +306,14 @@ def flat(tree):
 def main(argv=None):
     """Train, evaluate and report. Return what --save writes, as nested dictionaries."""
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
+    versions = {name: version(name) for name in ("jax", "jaxlib")}
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, at_once, padded = divide(runs)  # padded with copies of runs
+    devices, padded = divide(runs)  # padded with copies of runs
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()
-    over_runs = partial(compile_over_runs, fixed=vars(args), devices=devices, at_once=at_once)
+    over_runs = partial(compile_over_runs, fixed=vars(args), devices=devices)
     state = over_runs(init_state, padded)(padded)
     train = over_runs(train_interval, padded, state)
     finish = over_runs(evaluate, padded, state)
@@ -332,10 +326,9 @@ def main(argv=None):
     began = time.perf_counter()
     for _ in range(args.num_intervals):
         state, metrics = train(padded, state)
-        metrics = gather(metrics, num_runs)  # waits for `train`
+        timesteps, metrics = gather((state.timesteps, metrics), num_runs)  # waits for `train`
         seconds = time.perf_counter() - began
-        history.append({"seconds": seconds, **metrics})  # log elsewhere here
-        timesteps = metrics.pop("timesteps")  # (R,) so far
+        history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # log here
         with np.errstate(invalid="ignore"):  # nan if no episode ended
             length = metrics.pop("episode_steps").sum() / metrics["episodes"].sum()
         words = [f"{name} {values.mean():#.4g}" for name, values in metrics.items()]
@@ -345,18 +338,17 @@ def main(argv=None):
 
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
-    versions = {"script": sys.argv[0]} | {name: version(name) for name in PACKAGES}
     results = {
         "args": json.dumps(vars(args)),
         "versions": json.dumps(versions),
-        "runs": runs,
+        "runs": runs | {"setting": np.repeat([label for label, _ in settings], args.num_seeds)},
         "curves": curves,
         "learned": learned,
     }
     if args.save:
         np.savez(args.save, **flat(results))
     for label, rows in settings:
-        print(f"{label}  {report(learned, rows)}".strip())
+        print(f"{label}: {report(learned, rows)}")
     if args.plot:
         draw(args, settings, results)
     return results

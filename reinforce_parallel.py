@@ -28,7 +28,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from functools import partial
 from importlib.metadata import version
@@ -47,11 +46,14 @@ import optax
 from gymnax.environments import spaces
 from gymnax.wrappers.purerl import GymnaxWrapper
 
+# The endings of the environments that gymnax can draw.
+DRAWN = "v0", "v1", "MinAtar", "Catch-bsuite", "Rooms-misc", "Maze-misc", "Robot-misc", "Pong-misc"
+
 
 def count(text):
     """Read a flag: an integer of at least 1. It may be written 2e6."""
     value = float(text)
-    if not 1 <= value < 2**31 or value != int(value):
+    if not 1 <= value <= 2**30 or value != int(value):
         raise ValueError
     return int(value)
 
@@ -59,6 +61,13 @@ def count(text):
 def fraction(text):
     """Read a flag: a number from 0 to 1."""
     if not 0 <= float(text) <= 1:
+        raise ValueError
+    return float(text)
+
+
+def positive(text):
+    """Read a flag: a number above 0."""
+    if not 0 < float(text) < math.inf:
         raise ValueError
     return float(text)
 
@@ -81,7 +90,7 @@ def parse_args(argv=None):
     flag("--num-iterations", type=count, default=100, help="updates")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="episodes per update, at least 2")
-    sweep("--learning-rate", type=fraction, default=[0.01], help="initial value, falls to 0")
+    sweep("--learning-rate", type=positive, default=[0.01], help="initial value, falls to 0")
     sweep("--gamma", type=fraction, default=[0.99], help="discount factor")
     flag("--hidden-size", type=count, default=64, help="tanh units of the policy network")
     text = "pad episodes to the time limit, or cut all at the end of the shortest (biased)"
@@ -94,14 +103,15 @@ def parse_args(argv=None):
     check_file(parser, args.save, ".npz")
     check_file(parser, args.plot, ".png", ".pdf", ".svg")
     check_file(parser, args.gif, ".gif")
+    if args.gif and not args.env_id.endswith(DRAWN):
+        parser.error(f"--gif: gymnax draws no {args.env_id}")
     if args.seed < 0 or args.seed + args.num_seeds > 2**31:
         parser.error("--seed and the seeds that follow must be from 0 to 2**31 - 1")
     if args.num_envs == 1:
         parser.error("--num-envs must be at least 2, since the baseline is a mean over episodes")
-    # Updates are rounded up, so that all intervals are equal.
+    # The updates of the last interval may exceed num_iterations. Their learning rate is 0.
     args.interval_updates = math.ceil(args.num_iterations / args.num_intervals)
     args.num_intervals = math.ceil(args.num_iterations / args.interval_updates)
-    args.num_updates = args.num_intervals * args.interval_updates
     return args
 
 
@@ -150,7 +160,7 @@ class TrainState(NamedTuple):
 
 def optimizer(run):
     """Adam, with a learning rate that falls linearly to 0."""
-    return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
+    return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_iterations))
 
 
 def init_state(run):
@@ -170,50 +180,32 @@ def init_state(run):
     return TrainState(key, params, optimizer(run).init(params), timesteps=jnp.array(0))
 
 
-class Categorical(NamedTuple):
-    """Probabilities of the actions 0, 1, ..., A - 1."""
-
-    logits: jax.Array  # (A,)
-
-    def sample(self, key):
-        """Random action."""
-        return jax.random.categorical(key, self.logits)
-
-    def mode(self):
-        """Most probable action."""
-        return jnp.argmax(self.logits)
-
-    def log_prob(self, action):
-        """Logarithm of an action's probability."""
-        return jax.nn.log_softmax(self.logits)[action]
-
-
-class Gaussian(NamedTuple):
-    """Density of continuous actions (A,), whose dimensions are independent."""
-
-    mean: jax.Array  # (A,)
-    std: jax.Array  # (A,)
-
-    def sample(self, key):
-        """Random action. BoundedActions clips it, the density does not."""
-        return self.mean + self.std * jax.random.normal(key, self.mean.shape)
-
-    def mode(self):
-        """Most probable action."""
-        return self.mean
-
-    def log_prob(self, action):
-        """Logarithm of an action's density."""
-        return jnp.sum(jax.scipy.stats.norm.logpdf(action, self.mean, self.std))
-
-
-def policy(params, obs):
-    """Distribution of actions in an observation (D,)."""
+def network(params, obs):
+    """Logits (A,) of the actions in an observation (D,), or means (A,) of continuous actions."""
     hidden = jnp.tanh(obs @ params["w0"] + params["b0"])  # (H,)
-    output = hidden @ params["w1"] + params["b1"]  # (A,)
+    return hidden @ params["w1"] + params["b1"]
+
+
+def sample_action(params, obs, key):
+    """Draw an action. BoundedActions clips a continuous one; its density below is not clipped."""
+    output = network(params, obs)
     if "log_std" in params:
-        return Gaussian(output, jnp.exp(params["log_std"]))
-    return Categorical(output)
+        return output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
+    return jax.random.categorical(key, output)
+
+
+def best_action(params, obs):
+    """Most probable action."""
+    output = network(params, obs)
+    return output if "log_std" in params else jnp.argmax(output)
+
+
+def log_prob(params, obs, action):
+    """Logarithm of the probability of an action, or of its density if actions are continuous."""
+    output = network(params, obs)
+    if "log_std" in params:
+        return jnp.sum(jax.scipy.stats.norm.logpdf(action, output, jnp.exp(params["log_std"])))
+    return jax.nn.log_softmax(output)[action]
 
 
 def play(run, params, key, greedy=False):
@@ -223,10 +215,10 @@ def play(run, params, key, greedy=False):
         key, obs, env_state, mask = carry
         key, key_action, key_step = jax.random.split(key, 3)
         obs = obs.reshape(-1).astype(float)
-        pi = policy(params, obs)
-        action = pi.mode() if greedy else pi.sample(key_action)
-        stepped = run.env.step(key_step, env_state, action, run.env_params)
-        next_obs, next_state, reward, terminated, truncated, _ = stepped
+        action = best_action(params, obs) if greedy else sample_action(params, obs, key_action)
+        next_obs, next_state, reward, terminated, truncated, _ = run.env.step(
+            key_step, env_state, action, run.env_params
+        )
         # Where an episode ended, gymnax has begun the next one. That is the padding.
         next_carry = key, next_obs, next_state, mask & ~(terminated | truncated)
         return next_carry, Step(obs, action, jnp.where(mask, reward, 0.0), mask, env_state)
@@ -272,11 +264,8 @@ def advantages(run, episodes):
 
 def policy_loss(params, episodes, advantage):
     """Surrogate loss: its gradient is minus the policy gradient estimate."""
-
-    def log_prob(obs, action):
-        return policy(params, obs).log_prob(action)
-
-    log_probs = jax.vmap(jax.vmap(log_prob))(episodes.obs, episodes.action)  # (N, T)
+    over_steps = jax.vmap(jax.vmap(partial(log_prob, params)))
+    log_probs = over_steps(episodes.obs, episodes.action)  # (N, T)
     return -jnp.mean(jnp.sum(jnp.where(episodes.mask, advantage * log_probs, 0.0), axis=1))
 
 
@@ -299,8 +288,7 @@ def train_step(run, state, _):
 def train_interval(run, state):
     """Make the updates up to the next progress line. Also return what it shows."""
     state, metrics = jax.lax.scan(partial(train_step, run), state, length=run.interval_updates)
-    means = jax.tree.map(partial(jnp.mean, axis=0), metrics)
-    return state, dict(timesteps=state.timesteps, **means)
+    return state, jax.tree.map(jnp.mean, metrics)
 
 
 def evaluate(run, state):
@@ -308,10 +296,7 @@ def evaluate(run, state):
     # Training never uses this key, so you can also evaluate during training.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     episodes = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (eval_episodes, T)
-    results = {"greedy_return": jnp.sum(episodes.reward, axis=1), "params": state.params}
-    if run.gif:  # the first episode once more, since the states of all would take much memory
-        results["episode"] = play(run, state.params, keys[0], greedy=True)
-    return results
+    return {"greedy_return": jnp.sum(episodes.reward, axis=1), "params": state.params}
 
 
 def report(learned, rows):
@@ -330,27 +315,30 @@ def draw(args, settings, results):
     for i, (label, rows) in enumerate(settings):
         axes.plot(x[:, rows], y[:, rows], f"C{i % 10}.-", linewidth=0.5, alpha=0.3)
         median = np.median(x[:, rows], axis=1), np.median(y[:, rows], axis=1)
-        axes.plot(*median, f"C{i % 10}.-", linewidth=2, label=f"median  {label}".strip())
+        axes.plot(*median, f"C{i % 10}.-", linewidth=2, label=f"median, {label}")
     axes.set(xlabel="environment steps", ylabel="return of training episodes")
     figure.legend(loc="outside upper center", fontsize="small")
     figure.savefig(args.plot)
 
 
 def animate(args, learned):
-    """Draw the first evaluation episode of run 0, at most 200 steps, without a screen."""
+    """Play a greedy episode of run 0, and draw up to 200 of its steps, without a screen."""
     os.environ.update(SDL_VIDEODRIVER="dummy", SDL_AUDIODRIVER="dummy")
     from gymnax.visualize import Visualizer
 
-    steps = jax.tree.map(lambda array: array[0], learned["episode"])  # (T,)
+    env, env_params = make_env(args)
+    run = SimpleNamespace(env=env, env_params=env_params)
+    params = jax.tree.map(itemgetter(0), learned["params"])
+    key = jax.random.fold_in(jax.random.key(args.seed), 999)  # training splits the seed's own key
+    steps = play(run, params, key, greedy=True)
     length = min(200, steps.mask.sum())
     states = [jax.tree.map(itemgetter(t), steps.env_state) for t in range(length)]
-    Visualizer(*make_env(args), states, steps.reward.cumsum()).animate(args.gif)
+    Visualizer(env, env_params, states, steps.reward.cumsum()).animate(args.gif)
 
 
 # Many runs at once. The helpers of `main` are not about learning.
 
-PACKAGES = "jax", "jaxlib", "optax", "gymnax"  # results depend on their versions
-MAX_AT_ONCE = 2  # runs vmapped together on a core of a CPU; more would overflow its cache
+AT_ONCE = 64  # runs vmapped together on a core of a CPU; more would overflow its cache
 COMPILER_OPTIONS = {
     "cpu": {"xla_backend_optimization_level": 1},  # compiles in 0.6 of the time of level 3
     "gpu": {"xla_gpu_autotune_level": 0},  # otherwise, results differ between commands
@@ -369,35 +357,30 @@ def make_runs(args):
     runs = {name: array.ravel() for name, array in zip(swept, arrays, strict=True)}
     settings = []
     for i in range(0, len(runs["seed"]), args.num_seeds):
-        label = ", ".join(f"{name} {runs[name][i]:.9g}" for name in varied)
-        settings.append((label, slice(i, i + args.num_seeds)))
+        label = ", ".join(f"{name} {runs[name][i]}" for name in varied)
+        settings.append((label or "all runs", slice(i, i + args.num_seeds)))
     return runs, settings
 
 
 def divide(runs):
-    """Divide runs evenly among devices, and those of a CPU core into equal batches.
-
-    Return the devices, the size of a batch, and the runs, with copies that make all batches equal.
-    """
-    devices, num_runs = jax.devices(), len(runs["seed"])
-    per_device = math.ceil(num_runs / len(devices))
-    devices = devices[: math.ceil(num_runs / per_device)]
-    most = MAX_AT_ONCE if devices[0].platform == "cpu" else per_device
-    num_batches = math.ceil(per_device / most)
-    at_once = math.ceil(per_device / num_batches)
-    length = len(devices) * num_batches * at_once
-    return devices, at_once, {name: np.resize(array, length) for name, array in runs.items()}
+    """Return the devices to use, and the runs, with copies so that each device has as many."""
+    num_runs = len(runs["seed"])
+    devices = jax.devices()[:num_runs]
+    length = math.ceil(num_runs / len(devices)) * len(devices)
+    return devices, {name: np.resize(array, length) for name, array in runs.items()}
 
 
-def compile_over_runs(function, *inputs, fixed, devices, at_once):
+def compile_over_runs(function, *inputs, fixed, devices):
     """Compile function(run, *arrays) of one run into a function of (runs, *arrays) of all."""
 
-    def one_run(inputs):
-        own, *arrays = inputs  # its own seed and values of swept flags
-        return function(SimpleNamespace(**(fixed | own)), *arrays)
+    def one_run(arrays):
+        own, *others = arrays  # its own seed and values of swept flags
+        return function(SimpleNamespace(**(fixed | own)), *others)
 
-    def one_device(*inputs):  # one batch after the other, the runs of a batch vmapped
-        return jax.lax.map(one_run, inputs, batch_size=at_once)
+    def one_device(*arrays):
+        if devices[0].platform == "cpu":
+            return jax.lax.map(one_run, arrays, batch_size=AT_ONCE)
+        return jax.vmap(one_run)(arrays)
 
     mesh = jax.sharding.Mesh(devices, "runs")
     axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
@@ -421,15 +404,16 @@ def flat(tree):
 def main(argv=None):
     """Train, evaluate and report. Return what --save writes, as nested dictionaries."""
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
+    versions = {name: version(name) for name in ("jax", "jaxlib", "optax", "gymnax")}
     env, env_params = make_env(args)
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, at_once, padded = divide(runs)  # padded with copies of runs
+    devices, padded = divide(runs)  # padded with copies of runs
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()
     fixed = vars(args) | {"env": env, "env_params": env_params}
-    over_runs = partial(compile_over_runs, fixed=fixed, devices=devices, at_once=at_once)
+    over_runs = partial(compile_over_runs, fixed=fixed, devices=devices)
     state = over_runs(init_state, padded)(padded)
     train = over_runs(train_interval, padded, state)
     finish = over_runs(evaluate, padded, state)
@@ -442,28 +426,26 @@ def main(argv=None):
     began = time.perf_counter()
     for _ in range(args.num_intervals):
         state, metrics = train(padded, state)
-        metrics = gather(metrics, num_runs)  # waits for `train`
+        timesteps, metrics = gather((state.timesteps, metrics), num_runs)  # waits for `train`
         seconds = time.perf_counter() - began
-        history.append({"seconds": seconds, **metrics})  # log elsewhere here
-        timesteps = metrics.pop("timesteps")  # (R,) so far
+        history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # log here
         words = [f"{name} {values.mean():#.4g}" for name, values in metrics.items()]
         speed = f"{timesteps.sum() / seconds:,.0f} steps/s in total"
         print(f"step {timesteps.mean():,.0f}", *words, speed, sep="  ", flush=True)
 
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
-    versions = {"script": sys.argv[0]} | {name: version(name) for name in PACKAGES}
     results = {
         "args": json.dumps(vars(args)),
         "versions": json.dumps(versions),
-        "runs": runs,
+        "runs": runs | {"setting": np.repeat([label for label, _ in settings], args.num_seeds)},
         "curves": curves,
         "learned": learned,
     }
     if args.save:
         np.savez(args.save, **flat(results))
     for label, rows in settings:
-        print(f"{label}  {report(learned, rows)}".strip())
+        print(f"{label}: {report(learned, rows)}")
     if args.plot:
         draw(args, settings, results)
     if args.gif:

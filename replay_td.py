@@ -193,15 +193,14 @@ def init_state(run):
 def features(run, centers, obs):
     """Radial basis functions phi (F,) of an observation (D,)."""
     scale = jnp.array(OBS_SCALE[run.env_id]).reshape(obs.size)  # a number for each dimension
-    scaled = obs.reshape(-1) / scale  # (D,)
-    squared_distance = jnp.sum((scaled[:, None] - centers) ** 2, axis=0)  # (F,)
-    return jnp.exp(-squared_distance / (2 * run.sigma**2))
+    difference = (obs.reshape(-1) / scale)[:, None] - centers  # (D, F)
+    return jnp.exp(-jnp.sum(difference**2, axis=0) / (2 * run.sigma**2))
 
 
 def q_values(run, centers, weights, obs):
     """Values (A,) of all actions in an observation (D,)."""
     phi = features(run, centers, obs)
-    # One product for each action, unrolled: 1.8 times as fast as weights @ phi on a CPU.
+    # One product per action: 1.8 times as fast as weights @ phi, but many actions compile slowly.
     return jnp.stack([w_a @ phi for w_a in weights])
 
 
@@ -439,7 +438,7 @@ def main(argv=None):
     results = {
         "args": json.dumps(vars(args)),
         "versions": json.dumps(versions),
-        "runs": runs,
+        "runs": runs | {"setting": np.repeat([label for label, _ in settings], args.num_seeds)},
         "curves": curves,
         "learned": learned,
     }
