@@ -241,9 +241,9 @@ def draw(args, settings, results):
     figure.savefig(args.plot)
 
 
-# Many runs at once. The helpers of `main` are not about learning.
+# Many runs at once. What follows is not about learning.
 
-AT_ONCE = 1  # runs on a core of a CPU: updating several tables at once is slow there
+AT_ONCE = 1  # runs vmapped together on a core of a CPU; more at once are slower
 COMPILER_OPTIONS = {}
 
 
@@ -265,7 +265,7 @@ def make_runs(args):
 
 
 def divide(runs):
-    """Return the devices to use, and the runs, with copies so that each device has as many."""
+    """Choose devices, and repeat the first runs until each device has equally many."""
     num_runs = len(runs["seed"])
     devices = jax.devices()[:num_runs]
     length = math.ceil(num_runs / len(devices)) * len(devices)
@@ -286,14 +286,14 @@ def compile_over_runs(function, *inputs, fixed, devices):
 
     mesh = jax.sharding.Mesh(devices, "runs")
     axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
-    # check_vma would reject loops that start from constants.
+    # check_vma would reject loops whose carry starts as a constant.
     sharded = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
     return jax.jit(sharded, compiler_options=options).lower(*inputs).compile()
 
 
 def gather(tree, num_runs):
-    """Copy arrays from all devices to the host, without the copies of runs."""
+    """Copy arrays from all devices to the host, without the repeated runs."""
     return jax.tree.map(lambda array: np.asarray(array)[:num_runs], tree)
 
 
@@ -309,7 +309,7 @@ def main(argv=None):
     versions = {name: version(name) for name in ("jax", "jaxlib")}
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, padded = divide(runs)  # padded with copies of runs
+    devices, padded = divide(runs)
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()

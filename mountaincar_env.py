@@ -12,8 +12,8 @@ a step:
     velocity <- velocity + (a - 1) force - gravity cos(3 position),    at most max_speed either way
     position <- position + velocity,    within the track, and velocity <- 0 at the left wall
 
-    python mountaincar_env.py --policy rocking    # this policy reaches the goal
-    python mountaincar_env.py                     # random actions do not
+    python mountaincar_env.py --policy rocking    # push in the direction of motion: the goal
+    python mountaincar_env.py                     # random actions: never in 200 steps
 
 Shapes: E = num_episodes episodes, T steps (the time limit).
 """
@@ -64,7 +64,7 @@ class EnvState(environment.EnvState):
 
 
 def cosine(x):
-    """cos(x) by Taylor's series around the nearest multiple of 2 pi. Errors are below 1e-6.
+    """cos(x) by Taylor's series around the nearest multiple of 2 pi; accurate to 1e-6 on the track.
 
     It makes this script 2.4 to 5.5 times as fast on a CPU. In an environment of your own, use
     jnp.cos until you see that it takes most of the time, as it does here.
@@ -157,8 +157,8 @@ def play(args, key):
         next_obs, env_state, reward, terminated, _ = ENV.step_env(key, env_state, action, PARAMS)
         reward = jnp.where(mask, reward, 0.0)
         totals = {"timesteps": totals["timesteps"] + mask, "returns": totals["returns"] + reward}
-        kept = Step(obs, action, reward, next_obs, terminated & mask, mask)
-        return (next_obs, env_state, mask & ~terminated, totals), kept if args.save else None
+        kept = Step(obs, action, reward, next_obs, terminated & mask, mask) if args.save else None
+        return (next_obs, env_state, mask & ~terminated, totals), kept
 
     key_reset, key_action, key_step = jax.random.split(key, 3)
     time_limit = int(PARAMS.max_steps_in_episode)
@@ -191,7 +191,7 @@ def parse_args(argv=None):
     flag = parser.add_argument
     flag("--seed", type=int, default=0, help="seed of all episodes")
     flag("--num-episodes", type=count, default=2_000_000, help="episodes to play")
-    flag("--num-envs", type=count, default=256, help="cars in lockstep; on a GPU, 1e5 are faster")
+    flag("--num-envs", type=count, default=256, help="cars at once on each device; 1e5 suit a GPU")
     flag("--policy", choices=["random", "rocking"], default="random", help="how cars are driven")
     flag("--save", metavar="FILE.npz", help="write all steps")
     args = parser.parse_args(argv)
@@ -215,7 +215,7 @@ def main(argv=None):
 
     mesh = jax.sharding.Mesh(devices, "episodes")
     axis = jax.sharding.PartitionSpec("episodes")  # the first axis of each array is divided
-    # check_vma would reject loops that start from constants.
+    # check_vma would reject loops whose carry starts as a constant.
     roll = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = {"xla_cpu_prefer_vector_width": 512}  # the widest vectors: 1.3 times as fast
     began = time.perf_counter()

@@ -2,7 +2,7 @@
 # requires-python = ">=3.11,<3.15"
 # dependencies = ["jax==0.10.1", "optax==0.2.8", "gymnax==1.0.1", "six==1.17.0"]  # gymnax needs six
 # ///
-"""Q-learning with N parallel environments and one linear learner.
+"""Semi-gradient Q-learning with linear features and N parallel environments.
 
     Q(s, a) = w_a . phi(s),    phi_i(s) = exp(-|s / scale - c_i|^2 / (2 sigma^2))
     target  = r + gamma max_a' Q(s', a'),    or r if s' is terminal
@@ -10,9 +10,9 @@
 The features phi are radial basis functions with random centers c_i (Sutton & Barto 2018, section
 9.5.5). Each batch of B transitions gives one Adam step on half the mean squared TD error.
 
-No gradient flows through the target: this is semi-gradient Q-learning (section 11.1). With
-function approximation, it may diverge (section 11.3). Where only the time limit ends an episode,
-the value of s' still counts (Pardo et al. 2018). The learning rate falls linearly to 0.
+No gradient flows through the target (section 11.1). With function approximation, Q-learning may
+diverge (section 11.3). Where only the time limit ends an episode, the value of s' still counts
+(Pardo et al. 2018). The learning rate falls linearly to 0.
 
     python parallel_td.py                                                    # one run
     python parallel_td.py --sigma 0.4 0.5 --num-seeds 20 --plot curve.png    # forty runs
@@ -106,7 +106,7 @@ def parse_args(argv=None):
     check_file(parser, args.plot, ".png", ".pdf", ".svg")
     if args.seed < 0 or args.seed + args.num_seeds > 2**31:
         parser.error("--seed and the seeds that follow must be from 0 to 2**31 - 1")
-    # The updates of the last interval may exceed num_updates. Their learning rate is 0.
+    # All intervals are equally long. In the last, updates beyond num_updates have a rate of 0.
     args.num_updates = math.ceil(args.total_timesteps / args.num_envs / args.num_steps)
     args.interval_updates = math.ceil(args.num_updates / args.num_intervals)
     args.num_intervals = math.ceil(args.num_updates / args.interval_updates)
@@ -170,7 +170,7 @@ def init_state(run):
 
 def features(run, centers, obs):
     """Radial basis functions phi (F,) of an observation (D,)."""
-    scale = jnp.array(OBS_SCALE[run.env_id]).reshape(obs.size)  # a number for each dimension
+    scale = jnp.array(OBS_SCALE[run.env_id]).reshape(obs.size)  # an error for another length
     difference = (obs.reshape(-1) / scale)[:, None] - centers  # (D, F)
     return jnp.exp(-jnp.sum(difference**2, axis=0) / (2 * run.sigma**2))
 
@@ -178,7 +178,7 @@ def features(run, centers, obs):
 def q_values(run, centers, weights, obs):
     """Values (A,) of all actions in an observation (D,)."""
     phi = features(run, centers, obs)
-    # One product per action: 1.8 times as fast as weights @ phi, but many actions compile slowly.
+    # weights @ phi, one row at a time: 1.8 times as fast on a CPU, but many rows compile slowly.
     return jnp.stack([w_a @ phi for w_a in weights])
 
 
@@ -245,8 +245,8 @@ def train_step(run, state, _):
 
 def train_interval(run, state):
     """Make the updates up to the next progress line. Also return what it shows."""
-    updates = partial(train_step, run)
-    state, (metrics, info) = jax.lax.scan(updates, state, length=run.interval_updates)
+    step = partial(train_step, run)
+    state, (metrics, info) = jax.lax.scan(step, state, length=run.interval_updates)
     means = jax.tree.map(jnp.mean, metrics)
     # LogWrapper repeats the last return in every step: count it only where an episode ended.
     ended = info["returned_episode"]
@@ -302,9 +302,9 @@ def draw(args, settings, results):
     figure.savefig(args.plot)
 
 
-# Many runs at once. The helpers of `main` are not about learning.
+# Many runs at once. What follows is not about learning.
 
-AT_ONCE = 64  # runs vmapped together on a core of a CPU; more would overflow its cache
+AT_ONCE = 32  # runs vmapped together on a core of a CPU; more at once are slower
 COMPILER_OPTIONS = {
     "cpu": {
         "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
@@ -334,7 +334,7 @@ def make_runs(args):
 
 
 def divide(runs):
-    """Return the devices to use, and the runs, with copies so that each device has as many."""
+    """Choose devices, and repeat the first runs until each device has equally many."""
     num_runs = len(runs["seed"])
     devices = jax.devices()[:num_runs]
     length = math.ceil(num_runs / len(devices)) * len(devices)
@@ -355,14 +355,14 @@ def compile_over_runs(function, *inputs, fixed, devices):
 
     mesh = jax.sharding.Mesh(devices, "runs")
     axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
-    # check_vma would reject loops that start from constants.
+    # check_vma would reject loops whose carry starts as a constant.
     sharded = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
     return jax.jit(sharded, compiler_options=options).lower(*inputs).compile()
 
 
 def gather(tree, num_runs):
-    """Copy arrays from all devices to the host, without the copies of runs."""
+    """Copy arrays from all devices to the host, without the repeated runs."""
     return jax.tree.map(lambda array: np.asarray(array)[:num_runs], tree)
 
 
@@ -379,7 +379,7 @@ def main(argv=None):
     env, env_params = make_env(args)
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, padded = divide(runs)  # padded with copies of runs
+    devices, padded = divide(runs)
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()

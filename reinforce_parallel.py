@@ -109,7 +109,10 @@ def parse_args(argv=None):
         parser.error("--seed and the seeds that follow must be from 0 to 2**31 - 1")
     if args.num_envs == 1:
         parser.error("--num-envs must be at least 2, since the baseline is a mean over episodes")
-    # The updates of the last interval may exceed num_iterations. Their learning rate is 0.
+    time_limit = int(gymnax.make(args.env_id)[1].max_steps_in_episode)
+    if args.num_iterations * args.num_envs * time_limit > 2**30:
+        parser.error(f"--num-iterations * --num-envs * {time_limit} steps must not exceed 2**30")
+    # All intervals are equally long. In the last, updates beyond num_iterations have a rate of 0.
     args.interval_updates = math.ceil(args.num_iterations / args.num_intervals)
     args.num_intervals = math.ceil(args.num_iterations / args.interval_updates)
     return args
@@ -146,7 +149,7 @@ class Step(NamedTuple):
     action: jax.Array  # (A,) if continuous
     reward: jax.Array
     mask: jax.Array  # true if the step is real, false in the padding
-    env_state: gymnax.EnvState  # before the step; XLA drops it where it is not used
+    env_state: gymnax.EnvState  # before the step; only `animate` needs it
 
 
 class TrainState(NamedTuple):
@@ -187,7 +190,7 @@ def network(params, obs):
 
 
 def sample_action(params, obs, key):
-    """Draw an action. BoundedActions clips a continuous one; its density below is not clipped."""
+    """Random action. A continuous one is unbounded: BoundedActions clips it afterwards."""
     output = network(params, obs)
     if "log_std" in params:
         return output + jnp.exp(params["log_std"]) * jax.random.normal(key, output.shape)
@@ -219,7 +222,7 @@ def play(run, params, key, greedy=False):
         next_obs, next_state, reward, terminated, truncated, _ = run.env.step(
             key_step, env_state, action, run.env_params
         )
-        # Where an episode ended, gymnax has begun the next one. That is the padding.
+        # After the end, gymnax has begun the next episode. Its steps are the padding.
         next_carry = key, next_obs, next_state, mask & ~(terminated | truncated)
         return next_carry, Step(obs, action, jnp.where(mask, reward, 0.0), mask, env_state)
 
@@ -329,16 +332,16 @@ def animate(args, learned):
     env, env_params = make_env(args)
     run = SimpleNamespace(env=env, env_params=env_params)
     params = jax.tree.map(itemgetter(0), learned["params"])
-    key = jax.random.fold_in(jax.random.key(args.seed), 999)  # training splits the seed's own key
+    key = jax.random.fold_in(jax.random.key(args.seed), 999)  # training never uses this key
     steps = play(run, params, key, greedy=True)
     length = min(200, steps.mask.sum())
     states = [jax.tree.map(itemgetter(t), steps.env_state) for t in range(length)]
     Visualizer(env, env_params, states, steps.reward.cumsum()).animate(args.gif)
 
 
-# Many runs at once. The helpers of `main` are not about learning.
+# Many runs at once. What follows is not about learning.
 
-AT_ONCE = 64  # runs vmapped together on a core of a CPU; more would overflow its cache
+AT_ONCE = 32  # runs vmapped together on a core of a CPU; more at once are slower
 COMPILER_OPTIONS = {
     "cpu": {"xla_backend_optimization_level": 1},  # compiles in 0.6 of the time of level 3
     "gpu": {"xla_gpu_autotune_level": 0},  # otherwise, results differ between commands
@@ -363,7 +366,7 @@ def make_runs(args):
 
 
 def divide(runs):
-    """Return the devices to use, and the runs, with copies so that each device has as many."""
+    """Choose devices, and repeat the first runs until each device has equally many."""
     num_runs = len(runs["seed"])
     devices = jax.devices()[:num_runs]
     length = math.ceil(num_runs / len(devices)) * len(devices)
@@ -384,14 +387,14 @@ def compile_over_runs(function, *inputs, fixed, devices):
 
     mesh = jax.sharding.Mesh(devices, "runs")
     axis = jax.sharding.PartitionSpec("runs")  # the first axis of each array is divided
-    # check_vma would reject loops that start from constants.
+    # check_vma would reject loops whose carry starts as a constant.
     sharded = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
     return jax.jit(sharded, compiler_options=options).lower(*inputs).compile()
 
 
 def gather(tree, num_runs):
-    """Copy arrays from all devices to the host, without the copies of runs."""
+    """Copy arrays from all devices to the host, without the repeated runs."""
     return jax.tree.map(lambda array: np.asarray(array)[:num_runs], tree)
 
 
@@ -408,7 +411,7 @@ def main(argv=None):
     env, env_params = make_env(args)
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, padded = divide(runs)  # padded with copies of runs
+    devices, padded = divide(runs)
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()
