@@ -20,7 +20,7 @@ A ring buffer keeps the last C transitions (experience replay, Lin 1992). After 
 less correlated than successive ones (Mnih et al. 2015). Q_avg is Q with slowly averaged weights:
 after each update, w_avg <- w_avg + tau (w - w_avg) (Lillicrap et al. 2016, section 3).
 
-    python epsilon_decay_td.py                                               # one run
+    python epsilon_decay_td.py                                                   # one run
     python epsilon_decay_td.py --end-e 0 0.25 --num-seeds 20 --plot curve.png    # forty runs
     python epsilon_decay_td.py --env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5
     python epsilon_decay_td.py --env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 \
@@ -333,7 +333,7 @@ def draw(args, settings, results):
     x, y = results["curves"]["timesteps"], results["curves"]["returns"]
     for i, (label, rows) in enumerate(settings):
         axes.plot(x[:, rows], y[:, rows], f"C{i % 10}.-", linewidth=0.5, alpha=0.3)
-        median = np.median(x[:, rows], axis=1), np.median(y[:, rows], axis=1)
+        median = np.median(x[:, rows], axis=1), np.nanmedian(y[:, rows], axis=1)
         axes.plot(*median, f"C{i % 10}.-", linewidth=2, label=f"median, {label}")
     axes.set(xlabel="environment steps", ylabel="return of training episodes")
     figure.legend(loc="outside upper center", fontsize="small")

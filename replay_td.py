@@ -324,7 +324,7 @@ def draw(args, settings, results):
     x, y = results["curves"]["timesteps"], results["curves"]["returns"]
     for i, (label, rows) in enumerate(settings):
         axes.plot(x[:, rows], y[:, rows], f"C{i % 10}.-", linewidth=0.5, alpha=0.3)
-        median = np.median(x[:, rows], axis=1), np.median(y[:, rows], axis=1)
+        median = np.median(x[:, rows], axis=1), np.nanmedian(y[:, rows], axis=1)
         axes.plot(*median, f"C{i % 10}.-", linewidth=2, label=f"median, {label}")
     axes.set(xlabel="environment steps", ylabel="return of training episodes")
     figure.legend(loc="outside upper center", fontsize="small")

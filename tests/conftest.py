@@ -31,15 +31,22 @@ if version("jax").startswith("0.10."):  # jax 0.11 does not know this flag
 CACHE = tempfile.TemporaryDirectory()
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnax.environments import environment, spaces
+from gymnax.environments import CartPole, environment, spaces
+from gymnax.wrappers import LogWrapper
 
 # The functions that `watch` observes. Who renames one in a script must rename it here, too.
 VECTOR_STEP, TD_LOSS = "vector_step", "td_loss"  # the linear learners
 ENV_STEP = "env_step"  # the grid world
 POLICY_LOSS = "policy_loss"  # REINFORCE
+
+
+def pytest_addoption(parser):
+    parser.addoption("--script", help="test_probes.py: try this file, not the collection")
+    parser.addoption("--flags", default="", help="test_probes.py: flags of that file")
 
 
 def load(script):
@@ -56,6 +63,8 @@ def one_run(script, flags="", **values):
     run = {name: x[0] if isinstance(x, list) else x for name, x in vars(args).items()}
     if hasattr(script, "make_env"):
         run["env"], run["env_params"] = script.make_env(args)
+    if unknown := values.keys() - run.keys():
+        raise TypeError(f"{script.__name__} has no {unknown}")
     return SimpleNamespace(**{**run, **values})
 
 
@@ -64,12 +73,23 @@ def jit(function, run):
     return jax.jit(partial(function, run))
 
 
-def watch(monkeypatch, owner, name, ordered=True):
+def train(script, run, state):
+    """Train from a state on. Return the last state, and what each progress line shows."""
+    train_interval, lines = jit(script.train_interval, run), []
+    for _ in range(run.num_intervals):
+        state, metrics = train_interval(state)
+        lines.append({"timesteps": state.timesteps, **metrics})
+    jax.effects_barrier()
+    return state, lines
+
+
+def watch(monkeypatch, owner, name, names="", ordered=True):
     """Return a list that gets a record of each call of a function of a script (or of a class).
 
-    A record has the arguments by name, and what was returned as `out`, all as NumPy arrays. Wait
-    for the last one by jax.effects_barrier(). Under vmap, say ordered=False: there is a record for
-    each of the many, in any order.
+    A record has what was returned as `out`, and the arguments by name, all as NumPy arrays. Names
+    for the last arguments can be given, so that a test does not depend on those of the script. Wait
+    for the last record by jax.effects_barrier(). Under vmap, say ordered=False: there is a record
+    for each of the many, in any order.
     """
     records, function = [], getattr(owner, name)
     signature = inspect.signature(function)
@@ -81,11 +101,13 @@ def watch(monkeypatch, owner, name, ordered=True):
     def watched(*args, **kwargs):
         out = function(*args, **kwargs)
         named = dict(signature.bind(*args, **kwargs).arguments)
+        if names:
+            last = list(named.values())[-len(names.split()) :]
+            named = dict(zip(names.split(), last, strict=True))
         arrays = {name: array for name, array in named.items() if name not in ("run", "self")}
-        arrays = jax.tree.map(plain, {**arrays, "out": out})
         jax.debug.callback(
             lambda arrays: records.append(SimpleNamespace(**jax.device_get(arrays))),
-            arrays,
+            jax.tree.map(plain, {**arrays, "out": out}),
             ordered=ordered,
         )
         return out
@@ -107,6 +129,13 @@ def assert_independent(one, other, probabilities):
     assert abs(agreement - expected) < 5 * np.sqrt(expected * (1 - expected) / size)
 
 
+def run_in(env, env_params, script, flags, **values):
+    """One run in an environment of the tests. LogWrapper counts the returns of linear learners."""
+    if hasattr(script, "OBS_SCALE"):
+        env = LogWrapper(env)
+    return one_run(script, flags, env=env, env_params=env_params, **values)
+
+
 class Noise(environment.Environment):
     """Each observation is drawn anew, and three actions change nothing. Only time ends it."""
 
@@ -117,10 +146,59 @@ class Noise(environment.Environment):
 
     def step_env(self, key, state, action, params):
         obs, state = jax.random.uniform(key, 2), state.replace(time=state.time + 1)
-        return obs, state, jnp.array(0.0), jnp.array(False), {}
+        return obs, state, jnp.array(1.0), jnp.array(False), {}
 
     def action_space(self, params):
         return spaces.Discrete(3)
 
     def observation_space(self, params):
         return spaces.Box(0.0, 1.0, (2,))
+
+
+def noise_run(script, flags, env=None, **values):
+    if hasattr(script, "OBS_SCALE"):
+        script.OBS_SCALE["noise"] = [1.0, 1.0]
+        values["env_id"] = "noise"
+        flags += " --num-centers 3"
+    return run_in(env or Noise(), Noise.default_params, script, flags, **values)
+
+
+class Pole(CartPole):
+    """The cart starts halfway to the right end. A push to the left pays 10, one to the right 7."""
+
+    def reset_env(self, key, params):
+        _, state = super().reset_env(key, params)
+        state = state.replace(x=state.x + params.x_threshold / 2)
+        return self.get_obs(state), state
+
+    def step_env(self, key, state, action, params):
+        obs, state, _, terminated, info = super().step_env(key, state, action, params)
+        return obs, state, 10.0 - 3 * action, terminated, info
+
+
+# Not the defaults: a script must pass the parameters of its run. Some poles fall within LIMIT / 2
+# steps, others stand until the time limit.
+LIMIT = 14
+CHANGES = {"gravity": 20.0, "force_mag": 20.0, "x_threshold": 0.3}
+POLE_PARAMS = CartPole().default_params.replace(max_steps_in_episode=LIMIT, **CHANGES)
+GYMNASIUM_POLE = gymnasium.make("CartPole-v1").unwrapped
+vars(GYMNASIUM_POLE).update(CHANGES)
+pole_run = partial(run_in, Pole(), POLE_PARAMS)
+
+
+def step_in_gymnasium(obs, action):
+    """The observation after a step of the same pole, and whether it fell."""
+    GYMNASIUM_POLE.state, GYMNASIUM_POLE.steps_beyond_terminated = np.float64(obs), None
+    next_obs, _, fell, *_ = GYMNASIUM_POLE.step(int(action))
+    return next_obs, fell
+
+
+def play_in_gymnasium(obs, policy):
+    """Play policy(t, obs) from an observation on. Return all observations, and the rewards."""
+    seen, rewards, fell = [obs], [], False
+    while not fell and len(rewards) < LIMIT:
+        action = policy(len(rewards), seen[-1])
+        obs, fell = step_in_gymnasium(seen[-1], action)
+        seen.append(obs)
+        rewards.append(10 - 3 * int(action))
+    return seen, rewards

@@ -2,7 +2,7 @@
 
 Scripts share no code, so shared code is duplicated. What has the same name in several scripts (a
 function, a class, a constant; in the trio also a flag) is the same to the letter, except for those
-in the table below.
+in the table below. tests/twins.py copies a change from one script to the others.
 """
 
 import ast
@@ -12,21 +12,18 @@ import re
 import pytest
 from conftest import DECAY, PARALLEL, REINFORCE, REPLAY, ROOT, SCRIPTS, TRIO
 
-TEXT = {script: (ROOT / script).read_text() for script in SCRIPTS}
-
 # Name: the groups of scripts that agree, and why the groups differ. A script that is in no group
-# agrees with no other.
+# agrees with no other. No flag is here: two scripts of the trio never differ in a default.
 DIFFERENT = {
-    "PACKAGES": ([[*TRIO, REINFORCE]], "the grid world and the car import fewer"),
-    "MAX_AT_ONCE": ([[REPLAY, DECAY]], "what fits into a cache was measured for each"),
+    "AT_ONCE": ([[*TRIO, REINFORCE]], "agents of the grid world are fastest one by one"),
     "COMPILER_OPTIONS": ([TRIO], "what is fast was measured for each"),
-    "LOOPS": ([], "the limit suits the size of the loop"),
     "parse_args": ([], "each script has flags of its own"),
     "make_env": ([TRIO], "returns are counted by LogWrapper, or REINFORCE's actions are bounded"),
     "main": ([TRIO], "REINFORCE has --gif, the grid world pools episodes, the car learns nothing"),
     "TrainState": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
     "Step": ([], "REINFORCE keeps what its loss needs, the car what --save writes"),
     "init_state": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
+    "optimizer": ([TRIO], "REINFORCE counts iterations"),
     "select_action": ([TRIO], "the grid world breaks ties at random: its table starts at 0"),
     "vector_step": ([[PARALLEL, REPLAY]], "epsilon decays"),
     "train_step": ([], "each method learns in another way"),
@@ -35,31 +32,26 @@ DIFFERENT = {
     "play": ([], "REINFORCE plays to learn, the car to roll out"),
     "report": ([[*TRIO, REINFORCE]], "the grid world has no greedy returns"),
     "draw": ([[*TRIO, REINFORCE]], "the grid world draws a table"),
-    "--total-timesteps": ([[REPLAY, DECAY]], "replay needs more steps until its values settle"),
-    "--buffer-size": (
-        [],
-        "if epsilon decays, early transitions show states that later ones do not",
-    ),
-    "--tau": ([], "with little exploration, fast averages overestimate"),
-    "--learning-rate": ([[REPLAY, DECAY]], "replay is stable with smaller steps only"),
 }
 
 
-def flags(script):
-    """The source of each flag of a script."""
-    calls = [node for node in ast.walk(ast.parse(TEXT[script])) if isinstance(node, ast.Call)]
-    found = [re.match(r"\w+\('(--[\w-]+)'", ast.unparse(call)) for call in calls]
-    return {match[1]: match.string for match in found if match}
-
-
 def definitions(script):
-    """The source of what a script defines, by name, with its comments."""
-    found = flags(script) if script in TRIO else {}
-    for node in ast.parse(TEXT[script]).body:
-        source = ast.get_source_segment(TEXT[script], node)
-        first_line = source.partition("\n")[0]
-        name = getattr(node, "name", first_line.partition(" = ")[0])
-        found[name] = source
+    """The lines of what a script defines, by name, with the comments directly above."""
+    text = (ROOT / script).read_text()
+    lines, found = text.splitlines(), {}
+    body = ast.parse(text).body
+    for node in body:
+        first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
+        while first > 1 and lines[first - 2].startswith("#"):
+            first -= 1
+        name = getattr(node, "name", lines[node.lineno - 1].partition(" = ")[0])
+        found[name] = "\n".join(lines[first - 1 : node.end_lineno])
+    if script in TRIO:
+        [parse_args] = [node for node in body if getattr(node, "name", "") == "parse_args"]
+        for node in parse_args.body:  # a statement for each flag
+            source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            if match := re.match(r"\s+(?:flag|sweep)\(\s*\"(--[\w-]+)\"", source):
+                found[match[1]] = source
     return found
 
 
@@ -86,19 +78,25 @@ def differences(name):
 
 
 def test_what_has_the_same_name_is_the_same():
-    different = [line for name in NAMES for line in differences(name)]
+    different = [name for name in NAMES if any(differences(name))]
     what_to_do = (
-        "Copy the change to the other scripts, or say in DIFFERENT of tests/test_consistency.py "
-        "which scripts agree, and why the others differ."
+        "Copy your change to the other scripts by `python tests/twins.py SCRIPT NAME`: "
+        f"NAME is {' or '.join(different)}, SCRIPT the one that you changed. Or say in DIFFERENT "
+        "of tests/test_consistency.py which scripts agree, and why the others differ."
     )
     if different:
-        pytest.fail("\n".join([*different, what_to_do]), pytrace=False)
+        lines = [line for name in different for line in differences(name)]
+        pytest.fail("\n".join([*lines, what_to_do]), pytrace=False)
 
 
 def test_what_the_table_calls_different_is_different():
     for name in DIFFERENT:
-        texts = {sources[name] for sources in SOURCES.values() if name in sources}
-        assert len(texts) > 1, f"{name} is the same in all scripts: take it out of DIFFERENT"
+        texts = [SOURCES[group[0]][name] for group in groups_of(name)]
+        assert len(set(texts)) == len(texts) > 1, f"two groups of {name} agree: join them"
+
+
+def test_no_default_differs_within_the_trio():
+    assert not [name for name in DIFFERENT if name.startswith("--")]
 
 
 def pins(text):
@@ -108,8 +106,8 @@ def pins(text):
 
 def test_pins_are_those_of_requirements():
     """A script names its packages in its first lines, for `uv run` (PEP 723)."""
-    for text in TEXT.values():
-        block = text.partition("\n# ///\n")[0]
+    for script in SCRIPTS:
+        block = (ROOT / script).read_text().partition("\n# ///\n")[0]
         packages = eval(re.search(r"dependencies = (.*\])", block)[1])
         assert len(pins(block)) == len(packages) > 0
         assert pins(block) <= pins((ROOT / "requirements.txt").read_text())

@@ -5,7 +5,19 @@ import re
 import runpy
 
 import pytest
-from conftest import CAR, DECAY, GRID, LEARNERS, REINFORCE, REPLAY, ROOT, SCRIPTS, TRIO, load
+from conftest import (
+    CAR,
+    DECAY,
+    GRID,
+    LEARNERS,
+    PARALLEL,
+    REINFORCE,
+    REPLAY,
+    ROOT,
+    SCRIPTS,
+    TRIO,
+    load,
+)
 
 
 @pytest.fixture
@@ -25,13 +37,17 @@ def refusal(capsys):
 @pytest.mark.parametrize(
     ("scripts", "flag", "wrong"),
     [
-        (SCRIPTS, "--num-intervals", ("x", "0", "-1", "0.5", "nan", "inf", "3e9")),  # a count
+        (LEARNERS, "--num-intervals", ("x", "0", "-1", "0.5", "nan", "inf", "1073741825")),  # count
         (LEARNERS, "--gamma", ("x", "-0.1", "1.1", "nan", "0.1 x")),  # a fraction
-        (TRIO, "--sigma", ("x", "0", "-0.5", "nan", "inf")),  # a positive number
-        (SCRIPTS, "--num-inter", ("1",)),  # an abbreviation
+        ([*TRIO, REINFORCE], "--learning-rate", ("x", "0", "-0.5", "nan", "inf")),  # positive
+        (TRIO, "--sigma", ("x", "0", "-0.5", "nan", "inf")),
+        (LEARNERS, "--num-inter", ("1",)),  # an abbreviation
+        ([CAR], "--num-episodes", ("0", "0.5")),
         ([REPLAY, DECAY], "--buffer-size", ("15 --num-envs 16",)),  # one vector step must fit
         ([REINFORCE], "--num-envs", ("1",)),  # the baseline is a mean
-        ([CAR], "--save", ("x.npz --num-envs 1001 --num-episodes 500",)),  # too large a file
+        ([REINFORCE], "--num-iterations", ("1073742 --num-envs 2",)),  # more than 2**30 steps
+        ([REINFORCE], "--gif", ("x.gif --env-id FrozenLake-misc",)),  # gymnax does not draw it
+        ([CAR], "--save", ("x.npz --num-episodes 500001",)),  # too large a file
     ],
 )
 def test_a_wrong_value_is_refused(scripts, flag, wrong, refusal):
@@ -40,20 +56,51 @@ def test_a_wrong_value_is_refused(scripts, flag, wrong, refusal):
             assert flag in refusal(script, f"{flag} {text}")
 
 
-def test_each_swept_flag_but_the_width_is_a_fraction_from_0_to_1(refusal):
+@pytest.mark.parametrize(
+    ("scripts", "flags"),
+    [
+        (LEARNERS, "--num-intervals 1073741824"),
+        (LEARNERS, "--num-intervals 2e6"),
+        ([*TRIO, REINFORCE], "--learning-rate 1e-9 7"),
+        ([REPLAY, DECAY], "--buffer-size 16 --num-envs 16"),
+        ([REINFORCE], "--num-iterations 1073741 --num-envs 2"),  # of 500 steps: below 2**30
+        ([REINFORCE], "--gif x.gif --env-id Pong-misc"),
+        ([CAR], "--num-episodes 500001"),
+        ([CAR], "--save x.npz --num-episodes 500000"),
+    ],
+)
+def test_a_value_at_its_limit_is_accepted(scripts, flags):
+    for script in scripts:
+        load(script).parse_args(flags.split())
+
+
+def test_each_swept_flag_is_a_fraction_from_0_to_1_or_positive(refusal):
     for script in LEARNERS:
+        positive = {"sigma"} if script == GRID else {"sigma", "learning_rate"}
         for name, value in vars(load(script).parse_args([])).items():
-            if isinstance(value, list) and name != "sigma":
+            if isinstance(value, list) and name not in positive:
                 flag = "--" + name.replace("_", "-")
                 assert flag in refusal(script, f"{flag} 1.1")
                 assert vars(load(script).parse_args([flag, "0", "1"]))[name] == [0, 1]
+
+
+@pytest.mark.parametrize("more", ["", "--num-envs 1073741823"])
+def test_the_largest_number_of_steps_does_not_overflow(more):
+    """Steps are rounded up to equal intervals, and counted in 32 bits."""
+    for script in TRIO:
+        flags = f"--total-timesteps 1073741824 --num-intervals 3 {more}".split()
+        if script != PARALLEL:
+            flags += ["--buffer-size", "1073741824"]
+        args = load(script).parse_args(flags)
+        steps = args.num_intervals * args.interval_updates * args.num_envs
+        assert 2**30 <= steps < 2**31
 
 
 def test_a_file_with_another_ending_or_in_no_folder_is_refused(refusal, tmp_path):
     pictures = [(script, "--plot", ".png") for script in LEARNERS]
     files = [(script, "--save", ".npz") for script in SCRIPTS]
     for script, flag, ending in [*files, *pictures, (REINFORCE, "--gif", ".gif")]:
-        few = " --num-envs 2" if script == CAR else ""  # more would not fit into a file
+        few = " --num-episodes 2" if script == CAR else ""  # more would not fit into a file
         assert f"x.txt must end in {ending}" in refusal(script, f"{flag} x.txt")
         assert "its folder must exist" in refusal(script, f"{flag} /no/such/x{ending}")
         load(script).parse_args(f"{flag} {tmp_path}/x{ending}{few}".split())
@@ -61,10 +108,10 @@ def test_a_file_with_another_ending_or_in_no_folder_is_refused(refusal, tmp_path
 
 def test_the_seeds_of_all_runs_fit_into_32_bits(refusal):
     for script in SCRIPTS:
-        runs = "--num-envs 10" if script == CAR else "--num-seeds 10"
-        for seed in ("-1", "4294967296", "2147483639"):
+        runs, last = ("", 2147483647) if script == CAR else ("--num-seeds 10", 2147483638)
+        for seed in (-1, 4294967296, last + 1):
             assert "--seed" in refusal(script, f"--seed {seed} {runs}")
-        for seed in ("0", "2147483638"):
+        for seed in (0, last):
             load(script).parse_args(f"--seed {seed} {runs}".split())
 
 
@@ -78,8 +125,7 @@ def test_each_flag_has_a_help_text_with_its_default(capsys):
 
 def test_five_updates_are_divided_into_equal_intervals():
     updates = {GRID: "--total-timesteps 5000", REINFORCE: "--num-iterations 5"}  # five of each
-    updates |= {CAR: "--num-episodes 5"}
-    for script in SCRIPTS:
+    for script in LEARNERS:
         five = updates.get(script, "--num-envs 8 --total-timesteps 40")
         for asked, made in (1000, 5), (5, 5), (4, 3), (3, 3), (2, 2):  # four: three of two updates
             args = load(script).parse_args(f"{five} --num-intervals {asked}".split())
@@ -87,15 +133,28 @@ def test_five_updates_are_divided_into_equal_intervals():
 
 
 def test_settings_of_the_user_win(monkeypatch):
-    for script in SCRIPTS:
+    for script in LEARNERS:
         monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1000")
         monkeypatch.setenv("XLA_FLAGS", "--mine=1")
         runpy.run_path(str(ROOT / script))  # not as the main program: it only defines
         assert os.environ["JAX_NUM_CPU_DEVICES"] == "1000"
         assert os.environ["XLA_FLAGS"].endswith("--mine=1")
+
+
+def test_each_core_is_a_device(monkeypatch):
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    for script in LEARNERS:
         monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
         runpy.run_path(str(ROOT / script))
-        assert os.environ["JAX_NUM_CPU_DEVICES"] == str(len(os.sched_getaffinity(0)))
+        assert os.environ["JAX_NUM_CPU_DEVICES"] == str(cores)
+
+
+def test_who_imports_the_car_keeps_his_settings(monkeypatch):
+    before = dict(os.environ)
+    runpy.run_path(str(ROOT / CAR))
+    assert dict(os.environ) == before
 
 
 def test_main_of_no_flags_does_not_read_the_command_line(monkeypatch):

@@ -24,8 +24,9 @@ STEP = jax.jit(ENV.step)
 INNER_RESET, INNER_STEP = jax.jit(ENV.inner.reset), jax.jit(ENV.inner.step_env)
 
 
-def episode(action):
-    """Play one action until the episode ends, and the same with HighJax. Return how it ended."""
+@pytest.mark.parametrize("action, crashes", [(FASTER, True), (SLOWER, False)])
+def test_a_crash_terminates_and_the_time_limit_truncates(action, crashes):
+    """All else is what HighJax returns. The last observation of an episode is in `info`."""
     key = jax.random.key(0)
     obs, state = ENV.reset(key, PARAMS)
     inner_obs, inner_state = INNER_RESET(key, PARAMS.inner)
@@ -33,29 +34,15 @@ def episode(action):
     ended, length = False, 0
     while not ended:
         _, state, reward, terminated, truncated, info = STEP(key, state, action, PARAMS)
-        inner_obs, inner_state, inner_reward, _, _ = INNER_STEP(
-            key, inner_state, action, PARAMS.inner
-        )
-        # The next episode begins at once, so the last observation of this one is in `info`.
-        np.testing.assert_allclose(
-            info["final_observation"], highway.SCALE * inner_obs, rtol=1e-4, atol=1e-4
-        )
+        inner = INNER_STEP(key, inner_state, action, PARAMS.inner)
+        inner_obs, inner_state, inner_reward, _, _ = inner
+        last_obs = highway.SCALE * inner_obs
+        np.testing.assert_allclose(info["final_observation"], last_obs, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(reward, inner_reward, rtol=1e-5)
         length, ended = length + 1, terminated | truncated
-    return length, bool(terminated), bool(truncated), bool(inner_state.crashed), state
-
-
-def test_a_crash_terminates():
-    length, terminated, truncated, crashed, _ = episode(FASTER)
-    assert length < 30
-    assert (terminated, truncated, crashed) == (True, False, True)
-
-
-def test_the_time_limit_truncates_and_the_next_episode_begins():
-    length, terminated, truncated, crashed, state = episode(SLOWER)
-    assert length == 30
-    assert (terminated, truncated, crashed) == (False, True, False)
-    assert state.time == 0
+    assert (terminated, truncated, inner_state.crashed) == (crashes, not crashes, crashes)
+    assert (length < 30) == crashes
+    assert state.time == 0  # the next episode has begun
 
 
 def test_five_physics_steps_are_a_second():

@@ -1,9 +1,13 @@
 """mountaincar_env.py against Gymnasium's and gymnax's MountainCar, and what a rollout counts.
 
-The fixture `rollout` has all steps of many cars. Each test then checks one fact of them.
+The fixture `rollout` has all steps of many episodes. Each test then checks one fact of them.
 """
 
-import itertools
+import contextlib
+import io
+import re
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium
@@ -27,6 +31,7 @@ CHANGES = {
     "goal_position": -0.53,
     "goal_velocity": 0.005,
 }
+TOTALS = ["returns", "timesteps", "terminated"]  # of each episode
 close, equal = np.testing.assert_allclose, np.testing.assert_equal
 
 
@@ -68,6 +73,12 @@ def test_parameters_and_spaces_are_those_of_gymnax():
     assert own.low.tolist() == theirs.low.tolist() and own.high.tolist() == theirs.high.tolist()
 
 
+def test_the_cosine_is_accurate_far_beyond_the_track():
+    """At 50, neighboring numbers of single precision are 4e-6 apart."""
+    x = np.linspace(-50, 50, 100_001, dtype=np.float32)
+    close(car.cosine(jnp.array(x)), np.cos(x.astype(float)), rtol=0, atol=4e-6)
+
+
 class Costly(car.MountainCar):
     """An action costs 1.3 times its number. A car starts with the velocity of the goal."""
 
@@ -83,105 +94,160 @@ class Costly(car.MountainCar):
 
 @pytest.fixture(scope="module")
 def rollout(tmp_path_factory):
-    """999 costly cars on one device, six episodes each: two lines of three."""
-    path, patch = tmp_path_factory.mktemp("car") / "x.npz", pytest.MonkeyPatch()
-    patch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=LIMIT, **CHANGES))
-    patch.setattr(car, "ENV", Costly())
-    flags = "--seed 5 --num-envs 999 --num-episodes 5 --num-intervals 2".split()
-    results = car.main([*flags, "--save", str(path)])
-    returns = car.main(flags)["curves"]["returns"]  # without --save, no steps are kept
-    patch.undo()
-    close(returns, results["curves"]["returns"], rtol=1e-5)
-    return SimpleNamespace(**results.pop("steps")._asdict(), **results)
+    """5,998 episodes of costly cars on four devices, rounded up to 6,000."""
+    path, printed = tmp_path_factory.mktemp("car") / "x.npz", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=LIMIT, **CHANGES))
+        patch.setattr(car, "ENV", Costly())
+        results = car.main(f"--seed 5 --num-envs 400 --num-episodes 5998 --save {path}".split())
+    with np.load(path) as file:
+        saved = dict(file)
+    steps = {name.removeprefix("steps."): saved[name] for name in saved if "steps." in name}
+    text = printed.getvalue()
+    return SimpleNamespace(results=results, saved=saved, steps=car.Step(**steps), printed=text)
+
+
+def test_the_file_has_what_main_returns(rollout):
+    assert set(rollout.saved) == set(rollout.results)
+    for name, array in rollout.results.items():
+        equal(rollout.saved[name], array)
+        assert rollout.saved[name].dtype == np.asarray(array).dtype
+
+
+def test_without_save_no_steps_are_kept():
+    args = car.parse_args("--num-episodes 4".split())
+    _, kept = jax.eval_shape(partial(car.play, args), jax.random.key(0))
+    assert kept is None
+    assert set(car.main(["--num-episodes", "4"])) == {"args", "versions", *TOTALS}
 
 
 def test_the_rollout_has_episodes_of_each_length_and_cars_at_all_bounds(rollout):
-    ended = np.any(rollout.mask & rollout.terminated, axis=2)
-    assert set(rollout.mask.sum(axis=2)[ended]) == set(range(1, LIMIT + 1))
+    steps = rollout.steps
+    ended = np.any(steps.terminated, axis=1)
+    assert set(steps.mask.sum(axis=1)[ended]) == set(range(1, LIMIT + 1))
     for axis, bound in (0, -1.22), (0, 0.4), (1, -0.05), (1, 0.05):  # walls, top speeds
-        assert np.mean(rollout.next_obs[..., axis] == np.float32(bound)) > 0.001
+        assert np.mean(steps.next_obs[..., axis] == np.float32(bound)) > 0.001
 
 
 # A part of all episodes, since Gymnasium plays one step at a time.
-SOME = [*itertools.product(range(0, 999, 37), range(6))]
+SOME = range(0, 6000, 37)
 
 
 def test_steps_are_those_of_gymnasium(rollout):
-    env = gymnasium.make("MountainCar-v0").unwrapped
+    env, steps = gymnasium.make("MountainCar-v0").unwrapped, rollout.steps
     vars(env).update(CHANGES)
-    for place in SOME:
+    for i in SOME:
         for t in range(LIMIT):
-            env.state = np.float64(rollout.obs[place][t])
-            action = int(rollout.action[place][t])
+            env.state = np.float64(steps.obs[i, t])
+            action, real = int(steps.action[i, t]), steps.mask[i, t]
             next_obs, reward, terminated, *_ = env.step(action)
-            close(rollout.next_obs[place][t], next_obs, rtol=0, atol=3e-7)  # single precision
-            expected = reward - 1.3 * action if rollout.mask[place][t] else 0.0
-            close(rollout.reward[place][t], expected, rtol=1e-6)
-            assert rollout.terminated[place][t] == terminated
+            close(steps.next_obs[i, t], next_obs, rtol=0, atol=3e-7)  # single precision
+            close(steps.reward[i, t], reward - 1.3 * action if real else 0.0, rtol=1e-6)
+            assert steps.terminated[i, t] == (terminated and real)
 
 
 def test_a_step_begins_where_the_one_before_ended(rollout):
-    equal(rollout.obs[:, :, 1:], rollout.next_obs[:, :, :-1])
+    equal(rollout.steps.obs[:, 1:], rollout.steps.next_obs[:, :-1])
 
 
 def test_the_mask_is_true_until_an_episode_ends(rollout):
-    for place in SOME:
-        ends = np.flatnonzero(rollout.terminated[place])
+    for i in SOME:
+        ends = np.flatnonzero(rollout.steps.terminated[i])
         length = ends[0] + 1 if len(ends) else LIMIT
-        equal(rollout.mask[place], np.arange(LIMIT) < length)
+        equal(rollout.steps.mask[i], np.arange(LIMIT) < length)
 
 
-def test_a_line_describes_the_episodes_of_each_car(rollout):
-    lengths = rollout.mask.sum(axis=2)  # (999, 6)
-    returns = np.sum(rollout.reward, axis=2)
-    ended = np.any(rollout.mask & rollout.terminated, axis=2)
-    equal(rollout.curves["timesteps"], [lengths[:, :3].sum(axis=1), lengths.sum(axis=1)])
-    for line, episodes in enumerate([slice(0, 3), slice(3, 6)]):
-        close(rollout.curves["returns"][line], returns[:, episodes].mean(axis=1), rtol=1e-5)
-        close(rollout.curves["terminated"][line], ended[:, episodes].mean(axis=1), rtol=1e-5)
-        close(rollout.curves["truncated"][line], 1 - ended[:, episodes].mean(axis=1), atol=1e-6)
+def test_totals_are_those_of_each_episode(rollout):
+    steps, totals = rollout.steps, rollout.results
+    equal(totals["timesteps"], steps.mask.sum(axis=1))
+    close(totals["returns"], steps.reward.sum(axis=1), rtol=1e-5)
+    equal(totals["terminated"], steps.terminated.any(axis=1))
+    assert not np.all(totals["terminated"])
+
+
+def test_what_is_printed_are_the_means_over_all_episodes(rollout):
+    line = rollout.printed.splitlines()[-1]
+    assert "6,000 episodes" in line
+    for name in TOTALS:
+        shown = float(re.search(rf"{name} (\S+)", line)[1])
+        assert shown == pytest.approx(rollout.results[name].mean(), rel=1e-3)
 
 
 def test_episodes_start_evenly_over_the_valley(rollout):
-    starts = rollout.obs[:, :, 0].reshape(-1, 2)
-    assert kstest(starts[:, 0], "uniform", args=(-0.6, 0.2)).pvalue > 1e-6
-    assert len(np.unique(starts[:, 0])) > 0.993 * len(starts)  # float32 has few numbers there
-    equal(starts[:, 1], np.float32(CHANGES["goal_velocity"]))  # as a costly car does
+    position, velocity = rollout.steps.obs[:, 0].T
+    assert kstest(position, "uniform", args=(-0.6, 0.2)).pvalue > 1e-6
+    assert len(np.unique(position)) > 0.993 * len(position)  # float32 has few numbers there
+    equal(velocity, np.float32(CHANGES["goal_velocity"]))  # as a costly car does
 
 
 def test_random_actions_are_equally_likely_and_independent(rollout):
-    """Of the other cars, of the other episodes, and of the other steps."""
-    action, deviation = rollout.action, np.sqrt(2 / 9 / rollout.action.size)
+    """Of the other episodes, and of the other steps."""
+    action, deviation = rollout.steps.action, np.sqrt(2 / 9 / rollout.steps.action.size)
     for number in range(3):
         assert abs(np.mean(action == number) - 1 / 3) < 5 * deviation
-    for axis in range(3):
+    for axis in range(2):
         assert abs(np.mean(action == np.roll(action, 1, axis)) - 1 / 3) < 5 * deviation
 
 
 @pytest.fixture
 def short(monkeypatch, tmp_path):
-    """A function that rolls out cars with a time limit of 20 steps, and returns their steps."""
+    """A function that plays episodes of at most 20 steps, and returns their steps by name."""
     monkeypatch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=20, **CHANGES))
-    save = ["--num-episodes", "6", "--save", str(tmp_path / "x.npz")]
-    return lambda flags: car.main([*flags.split(), *save])["steps"]
+
+    def play(flags):
+        results = car.main([*flags.split(), "--save", str(tmp_path / "x.npz")])
+        return {name: array for name, array in results.items() if "steps." in name}
+
+    return play
 
 
-def test_a_car_depends_on_its_seed_alone(short):
-    """Neither the other cars nor the number of lines change it."""
-    many = short("--num-envs 600 --num-intervals 3")
-    alone = short("--num-envs 1 --num-intervals 1 --seed 7")
-    for of_all, of_one in zip(many, alone, strict=True):
-        close(of_one[0], of_all[7], rtol=0, atol=1e-6)  # another program may round
-    far = short(f"--num-envs 1 --num-intervals 1 --seed {2**16 + 7}")
-    assert not np.any(far.obs[0, :, 0, 0] == many.obs[7, :, 0, 0])  # positions at the start
+def test_an_episode_depends_on_neither_the_batch_nor_the_number_of_cars(short):
+    many, one_by_one = short("--num-episodes 40"), short("--num-episodes 40 --num-envs 1")
+    for name, array in many.items():
+        close(array, one_by_one[name], rtol=0, atol=1e-6)  # another program may round
 
 
-@pytest.mark.parametrize(("cars", "devices"), [(8, 4), (6, 2), (1, 1)])
-def test_cars_are_divided_evenly_among_devices(cars, devices, short, capsys):
-    short(f"--num-envs {cars}")
-    assert f"cars: {cars}  devices: {devices} x" in capsys.readouterr().out
+def test_two_seeds_share_no_episode(short):
+    starts = [short(f"--num-episodes 40 --seed {seed}")["steps.obs"][:, 0, 0] for seed in (0, 1)]
+    assert not set(starts[0].tolist()) & set(starts[1].tolist())
+
+
+def test_episodes_are_divided_among_all_devices(short, capsys):
+    for asked, played in (1, 4), (5, 8):
+        assert len(short(f"--num-episodes {asked}")["steps.obs"]) == played
+        assert "devices: 4 x" in capsys.readouterr().out
+
+
+@pytest.fixture
+def slow_cars(monkeypatch, tmp_path):
+    """Each of four devices plays an episode of three steps, and each step takes 0.1 s."""
+    path, texts = tmp_path / "printed.txt", []
+
+    def choose_action(args, obs, uniform):
+        def wait(position):
+            texts.append(path.read_text())
+            time.sleep(0.1)
+            return np.int32(0)
+
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.pure_callback(wait, shape, obs[0], vmap_method="sequential")
+
+    monkeypatch.setattr(car, "PARAMS", car.EnvParams(max_steps_in_episode=3))
+    monkeypatch.setattr(car, "choose_action", choose_action)
+    with path.open("w") as file, contextlib.redirect_stdout(file):
+        car.main("--num-episodes 4 --num-envs 1".split())
+    return SimpleNamespace(texts=texts, printed=path.read_text())
+
+
+def test_the_first_line_is_written_before_episodes_are_played(slow_cars):
+    """Also into a file, as here."""
+    assert all("compiled in" in text for text in slow_cars.texts)
+
+
+def test_steps_per_second_count_the_time_of_playing(slow_cars):
+    assert float(re.search(r"([\d.]+) steps/s", slow_cars.printed)[1]) <= 4 * 3 / 0.3
 
 
 def test_rocking_pushes_in_the_direction_of_motion(short):
-    steps = short("--num-envs 9 --policy rocking")
-    equal(steps.action, np.where(steps.obs[..., 1] < 0, 0, 2))
+    steps = short("--num-episodes 60 --policy rocking")
+    equal(steps["steps.action"], np.where(steps["steps.obs"][..., 1] < 0, 0, 2))

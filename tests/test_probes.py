@@ -3,23 +3,30 @@
 They are the first thing to try on a changed learner (Jones, "Debugging RL, without the agonizing
 pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
 look: at the loss, features, discount, maximum over next actions, actions, or the time limit.
+
+    python -m pytest -q tests/test_probes.py                          # the four learners
+    python -m pytest -q tests/test_probes.py --script my_copy.py      # a changed copy of one
+    python -m pytest -q tests/test_probes.py --script my_copy.py --flags "--my-flag 3"
+
+The path is relative to the folder in which the command is called. A copy that has `q_values` is
+compared with values; any other one is taken for a REINFORCE, whose greedy actions are to be best.
 """
 
+import importlib.util
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from conftest import TRIO, load, one_run
+from conftest import REINFORCE, TRIO, load, run_in
 from flax import struct
 from gymnax.environments import environment, spaces
-from gymnax.wrappers import LogWrapper
-
-import reinforce_parallel as reinforce
 
 GAMMA = 0.5
 FLAGS = "--num-intervals 1 --gamma 0.5 --num-envs 8"
+REINFORCE_FLAGS = (
+    f"{FLAGS} --num-iterations 60 --learning-rate 0.1 --hidden-size 8 --eval-episodes 20"
+)
 TD_FLAGS = f"{FLAGS} --total-timesteps 8000 --num-centers 30 --learning-rate 0.1"
 
 
@@ -156,9 +163,8 @@ VALUES = {
 def learn(script, probe, flags=""):
     """Train a linear learner on a probe, and compare what it learned with the values above."""
     script.OBS_SCALE["probe"] = [1.0]
-    env = probe()
-    own = {"env_id": "probe", "env": LogWrapper(env), "env_params": env.default_params}
-    run = one_run(script, f"{TD_FLAGS} {flags}", **own)
+    env, flags = probe(), f"{TD_FLAGS} {flags}"
+    run = run_in(env, env.default_params, script, flags, env_id="probe")
 
     @jax.jit
     def learned():
@@ -170,22 +176,36 @@ def learn(script, probe, flags=""):
     np.testing.assert_allclose(learned(), [*VALUES[probe].values()], atol=0.05)
 
 
-@pytest.mark.parametrize("probe", VALUES)
-def test_linear_learners_find_the_values_of(probe):
-    for script in map(load, TRIO):
-        learn(script, probe)
-
-
-# REINFORCE learns no values, so it is only tried where actions matter.
-@pytest.mark.parametrize("probe", [Choice, Match, Memory, Aim])
-def test_reinforce_finds_the_best_actions_of(probe):
-    env = reinforce.BoundedActions(Aim()) if probe is Aim else probe()
-    flags = f"{FLAGS} --num-iterations 60 --learning-rate 0.1 --hidden-size 8 --eval-episodes 20"
-    run = one_run(reinforce, flags, env=env, env_params=env.default_params)
+def play(script, probe, flags=""):
+    """Train REINFORCE on a probe, and see whether its greedy actions are the best ones."""
+    env = script.BoundedActions(Aim()) if probe is Aim else probe()
+    run = run_in(env, env.default_params, script, f"{REINFORCE_FLAGS} {flags}")
 
     @jax.jit
     def learned():
-        state, _ = reinforce.train_interval(run, reinforce.init_state(run))
-        return reinforce.evaluate(run, state)["greedy_return"]
+        state, _ = script.train_interval(run, script.init_state(run))
+        return script.evaluate(run, state)["greedy_return"]
 
     assert learned().tolist() == [1.0] * 20
+
+
+def pytest_generate_tests(metafunc):
+    """REINFORCE learns no values, so it is only tried where actions matter."""
+    own = metafunc.config.getoption("script")
+    scripts = {name: load(name) for name in [*TRIO, REINFORCE]}
+    if own:
+        path = metafunc.config.invocation_params.dir / own
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        scripts = {own: importlib.util.module_from_spec(spec)}
+        spec.loader.exec_module(scripts[own])
+    pairs, names = [], []
+    for name, script in scripts.items():
+        for probe in VALUES if hasattr(script, "q_values") else [Choice, Match, Memory, Aim]:
+            pairs.append((script, probe))
+            names.append(f"{name}-{probe.__name__}")
+    metafunc.parametrize(("script", "probe"), pairs, ids=names)
+
+
+def test_a_learner_solves_the_probe(script, probe, request):
+    attempt = learn if hasattr(script, "q_values") else play
+    attempt(script, probe, request.config.getoption("flags"))

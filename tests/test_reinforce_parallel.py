@@ -1,6 +1,6 @@
 """reinforce_parallel.py: distributions, episodes against Gymnasium, the gradient by enumeration.
 
-The fixture `learning` trains on a changed CartPole-v1 for two intervals, and records each update.
+The fixture `learning` trains on the pole of conftest.py for two intervals, and records each update.
 `expected_loss` is a network, a policy and a loss of our own, which say what each update must be.
 """
 
@@ -8,14 +8,25 @@ from functools import partial
 from operator import itemgetter
 from types import SimpleNamespace
 
-import gymnasium
-import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import POLICY_LOSS, Noise, assert_independent, halves, jit, one_run, watch
+from conftest import (
+    LIMIT,
+    POLICY_LOSS,
+    Noise,
+    Pole,
+    halves,
+    jit,
+    noise_run,
+    one_run,
+    play_in_gymnasium,
+    pole_run,
+    train,
+    watch,
+)
 from gymnax.environments import spaces
 from scipy.special import softmax
 from scipy.stats import kstest, norm
@@ -30,36 +41,36 @@ def forward(params, obs):
     return np.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
 
 
-def random_params(actions):
-    rng = np.random.default_rng(0)
-    shapes = {"w0": (3, 8), "b0": 8, "w1": (8, actions), "b1": actions}
+def random_params(actions, inputs=3, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"w0": (inputs, 8), "b0": 8, "w1": (8, actions), "b1": actions}
     return {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
 
 
-def draw(policy):
+def draw(params, obs):
     keys = jax.random.split(jax.random.key(0), DRAWS)
-    return np.asarray(jax.jit(jax.vmap(policy.sample))(keys))
+    return np.asarray(jax.jit(jax.vmap(partial(rp.sample_action, params, obs)))(keys))
 
 
 def test_discrete_actions_have_the_probabilities_of_a_softmax():
     params, obs = random_params(4), np.ones(3)
-    policy, p = rp.policy(params, obs), softmax(forward(params, obs))
-    counts = np.bincount(draw(policy), minlength=4)
+    p = softmax(forward(params, obs))
+    counts = np.bincount(draw(params, obs), minlength=4)
     assert np.all(np.abs(counts - DRAWS * p) < 5 * np.sqrt(DRAWS * p * (1 - p)))
-    close([policy.log_prob(action) for action in range(4)], np.log(p))
-    assert policy.mode() == np.argmax(p)
+    close([rp.log_prob(params, obs, action) for action in range(4)], np.log(p))
+    assert rp.best_action(params, obs) == np.argmax(p)
 
 
 def test_continuous_actions_are_normal_around_their_mean():
-    params, obs, log_std = random_params(2), np.ones(3), np.array([3.0, -5.0])
-    policy = rp.policy(params | {"log_std": log_std}, obs)
+    log_std, obs = np.array([3.0, -5.0]), np.ones(3)
+    params = random_params(2) | {"log_std": log_std}
     mean, std = forward(params, obs), np.exp(log_std)
-    close(policy.mode(), mean)
-    noise = (draw(policy) - mean) / std
+    close(rp.best_action(params, obs), mean)
+    noise = (draw(params, obs) - mean) / std
     assert all(kstest(column, norm.cdf).statistic < 2.5 / DRAWS**0.5 for column in noise.T)
     assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / DRAWS**0.5
     action = mean + np.array([1, -2])
-    close(policy.log_prob(action), norm.logpdf(action, mean, std).sum())
+    close(rp.log_prob(params, obs, action), norm.logpdf(action, mean, std).sum())
 
 
 class Echo(Noise):
@@ -150,72 +161,43 @@ def test_a_network_starts_with_random_weights_of_known_size():
     assert jit(rp.init_state, run)().params["w0"].shape == (50, 64)
 
 
-LIMIT = 20  # steps: some poles fall before
-CHANGES = {"gravity": 20.0, "force_mag": 6.0, "x_threshold": 1.0}
-
-
-class Pole(gymnax.environments.CartPole):
-    """A push to the right costs 0.3. The cart starts halfway to the right end."""
-
-    def step_env(self, key, state, action, params):
-        obs, state, reward, terminated, info = super().step_env(key, state, action, params)
-        return obs, state, reward - 0.3 * action, terminated, info
-
-    def reset_env(self, key, params):
-        _, state = super().reset_env(key, params)
-        state = state.replace(x=state.x + params.x_threshold / 2)
-        return self.get_obs(state), state
-
-
-def play_in_gymnasium(episode):
-    """Play an episode's actions in Gymnasium. Return the observations before each, and rewards."""
-    env, seen, rewards = gymnasium.make("CartPole-v1").unwrapped, [], []
-    vars(env).update(CHANGES)
-    env.state = np.float64(episode.obs[0])
-    for action in episode.action.tolist():
-        seen.append(env.state)
-        rewards.append(1 - 0.3 * action)
-        _, _, terminated, *_ = env.step(action)
-        if terminated:
-            break
-    return seen, rewards
+def play_again(episode):
+    """Observations before the steps of an episode and its rewards, as Gymnasium has them."""
+    seen, rewards = play_in_gymnasium(episode.obs[0], lambda t, _: episode.action[t])
+    return seen[:-1], rewards
 
 
 def episodes_of(update):
     return [jax.tree.map(itemgetter(i), update.episodes) for i in range(5)]
 
 
-def train(sync, env=None, params=None):
+FLAGS = "--num-iterations 5 --num-intervals 2 --num-envs 5 --eval-episodes 7 --hidden-size 8"
+FLAGS += " --learning-rate 0.05 --gamma 0.9"
+
+
+def record(run):
     """A record of two intervals of three updates (5, rounded up), from five episodes each."""
     patch = pytest.MonkeyPatch()
-    flags = "--num-iterations 5 --num-intervals 2 --num-envs 5 --eval-episodes 7 --hidden-size 8"
-    flags += f" --sync {sync} --learning-rate 0.05 --gamma 0.9"
-    pole_params = Pole().default_params.replace(max_steps_in_episode=LIMIT, **CHANGES)
-    run = one_run(rp, flags, env=env or Pole(), env_params=params or pole_params)
-    updates = watch(patch, rp, POLICY_LOSS)
-    state, interval, lines = jit(rp.init_state, run)(), jit(rp.train_interval, run), []
-    for _ in range(2):
-        state, metrics = interval(state)
-        lines.append(metrics)
-    jax.effects_barrier()
+    updates = watch(patch, rp, POLICY_LOSS, "params episodes advantage")
+    last, lines = train(rp, run, jit(rp.init_state, run)())
     patch.undo()
-    return SimpleNamespace(run=run, lines=lines, updates=updates, last=state.params)
+    return SimpleNamespace(lines=lines, updates=updates, last=last.params)
 
 
 @pytest.fixture(scope="module")
 def learning():
-    return train("padding")
+    return record(pole_run(rp, FLAGS))
 
 
 @pytest.fixture(scope="module")
 def cut_to_shortest():
-    return train("truncation")
+    return record(pole_run(rp, f"{FLAGS} --sync truncation"))
 
 
 def test_updates_learn_from_episodes_that_gymnasium_plays(learning):
     for update in learning.updates:
         for episode in episodes_of(update):
-            seen, rewards = play_in_gymnasium(episode)
+            seen, rewards = play_again(episode)
             n = len(seen)
             close(episode.obs[:n], seen)
             assert episode.mask.tolist() == [True] * n + [False] * (LIMIT - n)
@@ -230,7 +212,7 @@ def test_the_record_has_episodes_that_fall_and_episodes_that_reach_the_limit(lea
 
 def test_truncation_learns_up_to_the_end_of_the_shortest_episode(cut_to_shortest):
     for update in cut_to_shortest.updates:
-        rewards = [play_in_gymnasium(episode)[1] for episode in episodes_of(update)]
+        rewards = [play_again(episode)[1] for episode in episodes_of(update)]
         n = min(map(len, rewards))
         assert update.episodes.mask.tolist() == [[True] * n + [False] * (LIMIT - n)] * 5
         close(update.episodes.reward[:, :n], [expected[:n] for expected in rewards])
@@ -239,9 +221,9 @@ def test_truncation_learns_up_to_the_end_of_the_shortest_episode(cut_to_shortest
 
 @pytest.mark.parametrize("fixture", ["learning", "cut_to_shortest"])
 def test_a_progress_line_describes_whole_episodes(fixture, request):
-    record, timesteps = request.getfixturevalue(fixture), 0
-    for line, updates in zip(record.lines, halves(record.updates), strict=True):
-        rewards = [play_in_gymnasium(x)[1] for update in updates for x in episodes_of(update)]
+    recorded, timesteps = request.getfixturevalue(fixture), 0
+    for line, updates in zip(recorded.lines, halves(recorded.updates), strict=True):
+        rewards = [play_again(x)[1] for update in updates for x in episodes_of(update)]
         timesteps += sum(map(len, rewards))
         assert line["timesteps"] == timesteps
         close(line["returns"], sum(map(sum, rewards)) / 15)  # three updates from five episodes
@@ -268,16 +250,20 @@ def expected_loss(params, episodes, advantage):
     return -jnp.sum(episodes.mask * advantage * log_prob) / len(episodes.mask)
 
 
-def assert_adam_steps(record):
-    """Adam steps along the gradient of `expected_loss`, by all parameters, with a falling size."""
+def assert_adam_steps(recorded):
+    """Adam steps along the gradient of `expected_loss`, by all parameters.
+
+    Their size falls to 0 in the five updates that were asked for.
+    """
     slope = jax.jit(jax.grad(expected_loss))
-    adam = optax.adam(lambda count: 0.05 * (1 - count / 6))
-    moments, update_of = adam.init(record.last), jax.jit(adam.update)
-    after = [update.params for update in record.updates[1:]] + [record.last]
-    for update, params in zip(record.updates, after, strict=True):
+    adam = optax.adam(lambda count: 0.05 * jnp.maximum(0, 1 - count / 5))
+    moments, update_of = adam.init(recorded.last), jax.jit(adam.update)
+    after = [update.params for update in recorded.updates[1:]] + [recorded.last]
+    for update, params in zip(recorded.updates, after, strict=True):
         gradient = slope(update.params, update.episodes, update.advantage)
         step, moments = update_of(gradient, moments)
-        jax.tree.map(close, params, jax.tree.map(np.add, update.params, step))
+        expected = jax.tree.map(np.add, update.params, step)
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), params, expected)
 
 
 def test_each_update_is_an_adam_step_whose_size_falls(learning):
@@ -285,59 +271,25 @@ def test_each_update_is_an_adam_step_whose_size_falls(learning):
 
 
 def test_continuous_actions_are_learned_by_the_same_adam_steps():
-    env, params = gymnax.make("Pendulum-v1")
-    assert_adam_steps(train("padding", rp.BoundedActions(env), params))
+    assert_adam_steps(record(one_run(rp, f"{FLAGS} --env-id Pendulum-v1")))
 
 
-def noise_run(num_envs=100, **own):
-    flags = f"--num-envs {num_envs} --num-iterations 3 --num-intervals 1 --eval-episodes 4"
-    params = Noise().default_params.replace(max_steps_in_episode=30)
-    return one_run(rp, flags, env=Noise(), env_params=params, **own)
-
-
-def test_actions_of_other_steps_episodes_updates_and_runs_are_independent(monkeypatch):
-    """An untrained policy: each of three actions is taken in a third of the steps."""
-    of_run, updates = [], watch(monkeypatch, rp, POLICY_LOSS)
-    for seed in (1, 2):
-        updates.clear()
-        run = noise_run(seed=seed, learning_rate=0.0)
-        jit(rp.train_interval, run)(jit(rp.init_state, run)())
+def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(monkeypatch):
+    resets = watch(monkeypatch, Pole, "reset", "params", ordered=False)
+    run = pole_run(rp, "--eval-episodes 3")
+    first, evaluate = jit(rp.init_state, run)(), jit(rp.evaluate, run)
+    for seed in range(10):
+        resets.clear()
+        params = random_params(2, inputs=4, seed=seed)
+        learned = jax.device_get(evaluate(first._replace(params=params)))
         jax.effects_barrier()
-        of_run.append(np.stack([update.episodes.action for update in updates]))  # (3, 100, 30)
-    p, (one, other) = [1 / 3] * 3, of_run
-    assert_independent(one[1:], one[:-1], p)
-    assert_independent(one[:, 1:], one[:, :-1], p)
-    assert_independent(one[:, :, 1:], one[:, :, :-1], p)
-    assert_independent(one, other, p)
 
+        def policy(t, obs, params=params):
+            return np.argmax(forward(params, obs))
 
-def test_environments_never_get_the_same_random_numbers_twice(monkeypatch):
-    """Neither in other steps, episodes, updates or runs, nor in evaluation."""
-    starts = watch(monkeypatch, Noise, "reset_env", ordered=False)
-    steps = watch(monkeypatch, Noise, "step_env", ordered=False)
-    for seed in (1, 2):
-        run = noise_run(num_envs=20, seed=seed)
-        state, _ = jit(rp.train_interval, run)(jit(rp.init_state, run)())
-        jit(rp.evaluate, run)(state)
-        jax.effects_barrier()
-    seen = [record.out[0] for record in starts + steps]
-    assert len(np.unique(seen, axis=0)) == len(seen) > 2 * (3 * 20 + 4) * 30
-
-
-def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(learning):
-    """Seven episodes of a policy that mostly pushes to where the pole leans or falls."""
-    falls = np.array([[0.0], [0.0], [10.0], [1.0]])  # 10 theta + theta_dot
-    params = {"w0": falls, "b0": np.zeros(1), "w1": np.array([[-1.0, 1.0]]), "b1": np.zeros(2)}
-    state = rp.TrainState(jax.random.key(0), params, None, 0)
-    run = SimpleNamespace(**vars(learning.run) | {"gif": "x.gif"})  # so an episode is returned
-    evaluation = jax.device_get(jit(rp.evaluate, run)(state))
-    returns, episode = evaluation["greedy_return"], evaluation["episode"]
-    leans = 10 * episode.obs[:, 2] + episode.obs[:, 3]
-    assert episode.action.tolist() == (leans > 0).tolist()
-    assert 0 < episode.action.mean() < 1
-    _, rewards = play_in_gymnasium(episode)
-    close(returns[0], sum(rewards))
-    assert returns.shape == (7,)
+        returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
+        close(np.sort(learned["greedy_return"]), np.sort(returns))
+        jax.tree.map(np.testing.assert_allclose, learned["params"], params)
 
 
 class Impatient(Noise):
@@ -348,14 +300,14 @@ class Impatient(Noise):
 
 
 def test_an_episode_that_is_truncated_sooner_is_padded():
-    run = noise_run()
-    run.env = Impatient()
+    run = noise_run(rp, "", env=Impatient())
     episode = jit(rp.play, run)(jit(rp.init_state, run)().params, jax.random.key(0))
-    assert episode.mask.tolist() == [True] * 3 + [False] * 27
+    assert episode.mask.tolist() == [True] * 3 + [False] * 2
 
 
-def test_a_film_shows_the_states_of_the_first_greedy_episode_up_to_its_end(monkeypatch):
-    """The pole falls after less than 30 of 500 steps. Frames are what was observed."""
+@pytest.fixture
+def film(monkeypatch):
+    """Animate a run. Return the states and rewards of which gymnax is to draw a film."""
     films = []
 
     class Visualizer:
@@ -365,29 +317,30 @@ def test_a_film_shows_the_states_of_the_first_greedy_episode_up_to_its_end(monke
         def animate(self, path):
             assert path == "x.gif"
 
-    monkeypatch.setattr("gymnax.visualize.Visualizer", Visualizer)
-    run = one_run(rp, "--gif x.gif --eval-episodes 2", env=Pole())
-    params = {"w0": np.zeros((4, 1)), "b0": np.zeros(1), "w1": np.zeros((1, 2))}
-    state = rp.TrainState(jax.random.key(0), params | {"b1": np.array([0.0, 1.0])}, None, 0)
-    learned = jit(rp.evaluate, run)(state)
-    rp.animate(run, jax.tree.map(lambda array: np.asarray(array)[None], learned))  # of one run
-    [(states, rewards)] = films
-    length = round(float(learned["greedy_return"][0]) / 0.7)  # pushes to the right cost 0.3
-    assert len(states) == length < 30
+    def film(run, params):
+        monkeypatch.setattr("gymnax.visualize.Visualizer", Visualizer)
+        monkeypatch.setattr(rp, "make_env", lambda args: (run.env, run.env_params))
+        rp.animate(rp.parse_args(["--gif", "x.gif"]), {"params": params})
+        return films[0]
+
+    return film
+
+
+def test_a_film_shows_a_greedy_episode_of_run_0_up_to_its_end(film):
+    """Run 0 always pushes to the right, so its pole falls before the time limit."""
+    params = {"w0": np.zeros((2, 4, 1)), "b0": np.zeros((2, 1)), "w1": np.zeros((2, 1, 2))}
+    params["b1"] = np.array([[0.0, 1.0], [1.0, 0.0]])
+    states, rewards = film(pole_run(rp, ""), params)
     shown = [[state.x, state.x_dot, state.theta, state.theta_dot] for state in states]
-    close(shown, learned["episode"].obs[:length], atol=1e-6)
-    close(rewards[:length], 0.7 * np.arange(1, length + 1))
+    seen, paid = play_in_gymnasium(shown[0], lambda t, _: 1)
+    assert len(paid) < LIMIT
+    close(shown, seen[:-1])
+    close(rewards[: len(paid)], np.cumsum(paid))
 
 
-def test_a_film_shows_run_0_and_at_most_200_steps(monkeypatch):
-    """Two runs of 300 steps. A state is the number of its step, or 300 more in run 1."""
-    films = []
-
-    def visualizer(env, env_params, states, rewards):
-        films.append(states)
-        return SimpleNamespace(animate=len)
-
-    monkeypatch.setattr("gymnax.visualize.Visualizer", visualizer)
-    t = np.arange(600).reshape(2, 300)
-    rp.animate(one_run(rp, "--gif x.gif"), {"episode": rp.Step(t, t, t, t >= 0, t)})
-    assert films == [[*range(200)]]
+def test_a_film_shows_at_most_200_steps(film):
+    run = noise_run(rp, "")
+    run.env_params = run.env_params.replace(max_steps_in_episode=300)
+    params = jax.tree.map(lambda array: array[None], jit(rp.init_state, run)().params)
+    states, _ = film(run, params)
+    assert [state.time for state in states] == [*range(200)]

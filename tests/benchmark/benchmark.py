@@ -1,11 +1,13 @@
-"""Measure what README.md and tests/RESULTS.md say.
+"""Measure what README.md and the page beside this file say.
 
-    python tests/benchmark.py seconds race   # or other sections
+    python tests/benchmark/benchmark.py seconds ablations    # or other sections
+    JOBS=5 python tests/benchmark/benchmark.py lesson        # five commands at once, on a GPU
 
-The sections are `learning`, `ablations`, `padding`, `tasks`, `seconds` and `race`. On two cores,
-`tasks` takes about fifty minutes, and the others less than half an hour each. A section draws its
-pictures, and replaces its part of tests/RESULTS.md, from a mark to the line that says when it was
-measured. What stands around it is written by hand: read it again after a section has run.
+The sections are `lesson`, `learning`, `ablations`, `padding`, `tasks`, `seconds` and `recipes`. On
+two cores, `learning` takes about an hour and a half, `tasks` one, and the others half of one or
+less. A section draws its pictures, and replaces its table in README.md of this folder, from a mark
+to the line that says when it was measured. What stands around it is written by hand: read it again
+after a section has run. The race against other libraries is in race.py.
 """
 
 import argparse
@@ -16,35 +18,34 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parent.parent
-PICTURES = ROOT / ".pictures"
-RECIPES = ROOT / "tests" / "recipes"
-RESULTS = ROOT / "tests" / "RESULTS.md"
+ROOT = Path(__file__).parents[2]
+PICTURES, RECIPES = ROOT / ".pictures", ROOT / "tests" / "recipes"
+PAGE = Path(__file__).with_name("README.md")
 PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
 CARTPOLE = [*TRIO, REINFORCE]
 SCRIPTS = [GRID, *CARTPOLE, CAR]
-# No file of this repository had named these seeds, nor those from 400000 on, before the runs that
-# are reported.
-FRESH = "--seed 271000"
+FRESH = "--seed 271000"  # nothing was chosen on these seeds, nor on those from 400000 on
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # the seconds of a command include compiling
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several commands share a GPU
+DEVICES = set()  # on which the commands ran
 
 
 class Result(NamedTuple):
-    """What a command printed and saved, and when."""
+    """What a command printed and saved."""
 
     seconds: float  # from the start of the command to its end
     lines: list  # that were printed
-    times: list  # seconds from the start of the command to each line
     saved: dict  # arrays, by name
 
 
@@ -57,20 +58,23 @@ def run(script, flags="", text=None, save=True):
         command = [sys.executable, script, *flags.split()]
         if save:
             command += ["--save", saved.name]
-        lines, times = [], []
         began = time.perf_counter()
-        with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                times.append(time.perf_counter() - began)
-                lines.append(line.rstrip())
+        process = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
         seconds = time.perf_counter() - began
         if process.returncode != 0:
             sys.exit(f"{script} {flags} failed")
-        return Result(seconds, lines, times, dict(np.load(saved)) if save else {})
+        DEVICES.update(re.findall(r"devices: (.+?)  compiled", process.stdout))
+        return Result(seconds, process.stdout.splitlines(), dict(np.load(saved)) if save else {})
+
+
+def run_all(commands):
+    """Run a list of (script, flags) or (script, flags, text), as many at once as JOBS says."""
+    with ThreadPoolExecutor(int(os.environ.get("JOBS", 1))) as pool:
+        return list(pool.map(lambda command: run(*command), commands))
 
 
 def patched(script, *recipes):
-    """Return the text of a script after recipes of tests/recipes. One may be that of its twin."""
+    """Return the text of a script after recipes of tests/recipes."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / script
         copy.write_text((ROOT / script).read_text())
@@ -107,29 +111,20 @@ def greedy_means(result):
     return result.saved["learned.greedy_return"].mean(axis=1)
 
 
-def first_at_475(result):
-    """Environment steps of each run (R,) to its first line with a training return of 475."""
-    reached = result.saved["curves.returns"] >= 475  # (K, R)
-    return np.where(reached, result.saved["curves.timesteps"], np.inf).min(axis=0)
-
-
-def last_returns(result):
-    """Training return of each run (R,): the mean of its last three lines."""
-    return np.nanmean(result.saved["curves.returns"][-3:], axis=0)
-
-
 CARTPOLE_HEAD = ["passed", "worst run", "greedy return", "first at 475", "training return"]
 
 
 def cartpole_cells(result):
     """Format the columns of CARTPOLE_HEAD."""
-    greedy, first = greedy_means(result), np.median(first_at_475(result))
+    greedy, returns = greedy_means(result), result.saved["curves.returns"]  # (R,), (K, R)
+    steps_at_475 = np.where(returns >= 475, result.saved["curves.timesteps"], np.inf).min(axis=0)
+    first = np.median(steps_at_475)
     return [
         f"{np.sum(greedy >= 475):,} of {len(greedy):,}",
         f"{greedy.min():.0f}",
         mean(greedy),
         "never" if np.isinf(first) else f"{first / 1e3:.0f}k",
-        mean(last_returns(result), 0),
+        mean(np.nanmean(returns[-3:], axis=0), 0),
     ]
 
 
@@ -144,95 +139,138 @@ def dots(axes, rows):
     axes.grid(axis="x", alpha=0.3)
 
 
-# The sections. Each returns its part of RESULTS.md.
+# The sections. Each returns its part of the page.
+
+MOUNTAIN_CAR = "--env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 --sigma 0.15"
+# Each step adds one idea. All updates learn from 16 transitions.
+STEPS = {
+    "parallel_td.py": (PARALLEL, ""),
+    "and a replay buffer": (REPLAY, "--batch-size 16 --tau 1"),
+    "and averaged weights: replay_td.py": (REPLAY, "--batch-size 16"),
+    "and a decaying epsilon: epsilon_decay_td.py": (DECAY, "--batch-size 16"),
+}
+RATES = ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3"]
+
+
+def lesson():
+    """What a replay buffer, averaged weights and a decaying epsilon are worth, one by one.
+
+    Each has the learning rate that is best of six on ten seeds that are not fresh. Its greedy
+    policy is evaluated at each line.
+    """
+    tasks = {"MountainCar-v0": MOUNTAIN_CAR, "CartPole-v1": ""}
+    cases = [(task, step) for task in tasks for step in STEPS]
+    flags = [f"{tasks[task]} {STEPS[step][1]}" for task, step in cases]
+    scripts = [STEPS[step][0] for _, step in cases]
+    search = f"--num-seeds 10 --seed 60000 --learning-rate {' '.join(RATES)}"
+    searched = run_all([(x, f"{y} {search}") for x, y in zip(scripts, flags, strict=True)])
+    best = [best_rate(result) for result in searched]
+    fresh = [
+        f"{y} --learning-rate {RATES[i]} --num-seeds 100 {FRESH}"
+        for y, i in zip(flags, best, strict=True)
+    ]
+    changed = {script: evaluated_at_each_line(script) for script in TRIO}
+    results = run_all([(x, y, changed[x]) for x, y in zip(scripts, fresh, strict=True)])
+    draw_lesson(list(tasks), dict(zip(cases, results, strict=True)))
+    rows = []
+    for (task, step), script, command, result in zip(cases, scripts, fresh, results, strict=True):
+        greedy, bound = greedy_means(result), 475 if task == "CartPole-v1" else -125
+        passed = f"{np.sum(greedy >= bound)} of 100"
+        training = mean(np.nanmean(result.saved["curves.returns"][-3:], axis=0), 0)
+        short = " ".join(command.replace(tasks[task], "").split())
+        cells = passed, mean(greedy), f"{greedy.min():.0f}", training, f"`{script} {short}`"
+        rows.append([f"{task}: {step}", *cells])
+    head = ["", "passed", "greedy return", "worst run", "training return", "command"]
+    return table(head, rows)
+
+
+def best_rate(result):
+    """Number of the rate with the best greedy return; of equal ones, the best training return."""
+    training = np.nanmean(result.saved["curves.returns"], axis=0)  # of all lines
+    scores = greedy_means(result) + training / 1000
+    return scores.reshape(len(RATES), -1).mean(axis=1).argmax()
+
+
+def evaluated_at_each_line(script):
+    """Return the text of a script that also evaluates its greedy policy at each progress line."""
+    old = '    return state, {"returns": returns, **means}\n'
+    new = '    means["greedy_return"] = jnp.mean(evaluate(run, state)["greedy_return"])\n'
+    return replaced(script, old, new + old)
+
+
+def draw_lesson(tasks, results):
+    """Draw the median greedy return of each step, and a band with the middle 80 % of its runs."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(tasks))
+    for axes, task in zip(panels, tasks, strict=True):
+        for color, step in zip(["#7f7f7f", "#d95f02", "#1f78b4", "#33a02c"], STEPS, strict=True):
+            saved = results[task, step].saved
+            x, y = saved["curves.timesteps"][:, 0] / 1e3, saved["curves.greedy_return"]
+            low, median, high = np.quantile(y, [0.1, 0.5, 0.9], axis=1)
+            axes.fill_between(x, low, high, color=color, alpha=0.13, linewidth=0)
+            axes.plot(x, median, color=color, linewidth=2.2, label=step)
+        axes.set(title=task, xlabel="thousand environment steps", ylabel="greedy return")
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(PICTURES / "lesson.png")
 
 
 def learning():
-    """All learners on fresh seeds, and replay_td.py with smaller epsilons.
-
-    The mean greedy return of each seed is written to tests/learning.npz.
-    """
-    rows, per_seed = [], {}
-    for script, flags, num_seeds in [
-        (PARALLEL, "", 4000),
-        (REPLAY, "--epsilon 0.05", 200),
-        (REPLAY, "--epsilon 0.1", 200),
-        (REPLAY, "", 4000),
-        (DECAY, "", 4000),
-        (REINFORCE, "", 400),
+    """All learners on fresh seeds."""
+    rows = []
+    for script, num_seeds, size in [
+        (PARALLEL, 4000, 1000),
+        (REPLAY, 4000, 400),  # at a time, since the buffers of more would not fit into 24 GB
+        (DECAY, 4000, 400),
+        (REINFORCE, 400, 400),
     ]:
-        # At most 400 runs at a time: the buffers of many more would not fit into 24 GB.
-        size, first_seeds = min(num_seeds, 400), range(400_000, 400_000 + num_seeds, 400)
-        commands = [f"{flags} --num-seeds {size} --seed {seed}" for seed in first_seeds]
-        result = joined([run(script, command) for command in commands])
-        name = f"{script} {flags}".strip()
-        per_seed[name] = greedy_means(result).astype(np.float32)
-        rows.append([f"`{name}`", *cartpole_cells(result)])
-    np.savez_compressed(ROOT / "tests" / "learning.npz", **per_seed)
-    grid = run(GRID, f"--num-seeds 1000 {FRESH}")
+        seeds = range(500_000, 500_000 + num_seeds, size)
+        results = run_all([(script, f"--num-seeds {size} --seed {seed}") for seed in seeds])
+        names = {"learned.greedy_return": 0, "curves.returns": 1, "curves.timesteps": 1}
+        saved = {
+            name: np.concatenate([result.saved[name] for result in results], axis=axis)
+            for name, axis in names.items()
+        }
+        rows.append([f"`{script}`", *cartpole_cells(results[0]._replace(saved=saved))])
+    grid = run(GRID, "--num-seeds 400 --seed 500000")
     arrive = np.sum(grid.saved["learned.greedy_steps"] == 18)
     error = np.abs(grid.saved["learned.start_value"] - 0.9**17).max()
-    text = f"`{GRID}`: {arrive} of 1,000 agents find a shortest path. The largest error of the"
+    text = f"`{GRID}`: {arrive} of 400 agents find a shortest path. The largest error of the"
     return f"{table(['command', *CARTPOLE_HEAD], rows)}\n{text} value of the start is {error:.0e}."
-
-
-def joined(results):
-    """Join the runs of several commands."""
-    greedy = np.concatenate([result.saved["learned.greedy_return"] for result in results])
-    curves = "curves.returns", "curves.timesteps"
-    saved = {name: np.concatenate([r.saved[name] for r in results], axis=1) for name in curves}
-    return results[0]._replace(saved={"learned.greedy_return": greedy, **saved})
 
 
 def ablations():
     """Each learner with one change."""
-    flags = f"--num-seeds 40 {FRESH}"
-    errors = "    errors = targets - values\n"
-    own_targets = "    targets = jax.vmap(partial(td_target, run, centers, weights))(batch)\n"
-    through_target = replaced(PARALLEL, errors, own_targets + errors)
     ended = 'terminated=info["returned_episode"]'  # terminated or truncated
-    limit_is_an_end = replaced(PARALLEL, "terminated=terminated", ended)
     schedule = "optax.linear_schedule(run.learning_rate, 0.0, run.num_updates)"
-    constant_rate = replaced(PARALLEL, schedule, "run.learning_rate")
-    update = "state._replace(weights=weights, target_weights=target_weights, opt_state=opt_state)"
-    wait = f"jax.tree.map(partial(jnp.where, state.timesteps > 1000), {update}, state)"
-    warm_up = replaced(REPLAY, update, wait)
-    double = patched(REPLAY, "double_q_learning")
-    network = patched(DECAY, "dqn")
-    expected_sarsa = patched(GRID, "expected_sarsa")
-    unused = "--num-seeds 40 --seed 354000"  # nothing was chosen on them
-    visible = [
-        (PARALLEL, run(PARALLEL, flags)),
-        ("gradient through the target", run(PARALLEL, flags, through_target)),
-        ("a time limit taken for an end", run(PARALLEL, flags, limit_is_an_end)),
-        ("constant learning rate", run(PARALLEL, flags, constant_rate)),
-        (REPLAY, run(REPLAY, flags)),
-        ("no averaged target: --tau 1", run(REPLAY, f"{flags} --tau 1")),
-        ("a small buffer: --buffer-size 1000", run(REPLAY, f"{flags} --buffer-size 1000")),
-        (DECAY, run(DECAY, flags)),
-        ("a network: dqn.patch", run(DECAY, unused, network)),
-    ]
-    others = [
-        ("1,000 steps before the first update", run(REPLAY, flags, warm_up)),
-        ("double_q_learning.patch", run(REPLAY, flags, double)),
-    ]
-    figure = Figure(figsize=(8, 3.8), layout="constrained", dpi=120)
+    changes = {
+        PARALLEL: (PARALLEL, ""),
+        "gradient through the target": (PARALLEL, "", patched(PARALLEL, "full_gradient")),
+        "a time limit taken for an end": (
+            PARALLEL,
+            "",
+            replaced(PARALLEL, "terminated=terminated", ended),
+        ),
+        "constant learning rate": (PARALLEL, "", replaced(PARALLEL, schedule, "run.learning_rate")),
+        REPLAY: (REPLAY, ""),
+        "no averaged target: --tau 1": (REPLAY, "--tau 1"),
+        "a small buffer: --buffer-size 1000": (REPLAY, "--buffer-size 1000"),
+        "little exploration: --epsilon 0.05": (REPLAY, "--epsilon 0.05"),
+        DECAY: (DECAY, ""),
+        "little exploration: --end-e 0.01": (DECAY, "--end-e 0.01"),
+        "a network: dqn.patch": (DECAY, "", patched(DECAY, "dqn")),
+    }
+    fresh = f"--num-seeds 40 {FRESH}"
+    commands = [(script, f"{flags} {fresh}", *text) for script, flags, *text in changes.values()]
+    results = dict(zip(changes, run_all(commands), strict=True))
+    figure = Figure(figsize=(8, 4.2), layout="constrained", dpi=120)
     axes = figure.subplots()
-    dots(axes, [(what, greedy_means(result)) for what, result in visible])
+    dots(axes, [(what, greedy_means(result)) for what, result in results.items()])
     axes.axvline(475, color="gray", linestyle=":")
     figure.savefig(PICTURES / "ablations.png")
-    rows = [[what, *cartpole_cells(result)] for what, result in visible]
-    rest = [f"{cartpole_cells(result)[0]} runs pass with {what}" for what, result in others]
-    unseen = f"Other changes of `{REPLAY}`: {'; '.join(rest)}."
-
-    grid = []
-    for what, text in ("Q-learning", None), ("expected_sarsa.patch", expected_sarsa):
-        saved = run(GRID, "--epsilon 0.3 --num-seeds 20", text).saved
-        start = saved["learned.start_value"]
-        steps = saved["curves.episode_steps"][-1] / saved["curves.episodes"][-1]
-        grid.append(f"{what} {mean(start, 4)} and {mean(steps, 2)}")
-    head = f"`{GRID} --epsilon 0.3`, value of the start and steps of a training episode"
-    return f"{table(['change', *CARTPOLE_HEAD], rows)}\n{unseen}\n{head}: {'; '.join(grid)}."
+    rows = [[what, *cartpole_cells(result)] for what, result in results.items()]
+    return table(["change", *CARTPOLE_HEAD], rows)
 
 
 CONTINUOUS = (
@@ -243,13 +281,13 @@ CONTINUOUS = (
 
 def padding():
     """Padding and truncation on three tasks."""
-    commands = ["--env-id CartPole-v1", CONTINUOUS, "--env-id FourRooms-misc"]
+    tasks = ["--env-id CartPole-v1", CONTINUOUS, "--env-id FourRooms-misc"]
     figure = Figure(figsize=(10, 2.2), layout="constrained", dpi=120)
     rows = []
-    for axes, flags in zip(figure.subplots(1, 3), commands, strict=True):
-        fresh = f"{flags} --num-seeds 40 {FRESH}"
+    for axes, flags in zip(figure.subplots(1, 3), tasks, strict=True):
         syncs = "padding", "truncation"
-        returns = [greedy_means(run(REINFORCE, f"{fresh} --sync {sync}")) for sync in syncs]
+        commands = [(REINFORCE, f"{flags} --num-seeds 40 {FRESH} --sync {x}") for x in syncs]
+        returns = [greedy_means(result) for result in run_all(commands)]
         dots(axes, list(zip(syncs, returns, strict=True)))
         axes.set(title=flags.split()[1])
         rows.append([f"`{REINFORCE} {flags}`", *(f"{mean(x, 2)} ({x.min():.2f})" for x in returns)])
@@ -257,18 +295,14 @@ def padding():
     return table(["command", "padding: mean (worst)", "truncation"], rows)
 
 
-# Other tasks: command, and a bound that a good run reaches.
-TD_SIZE = "--num-centers 1000 --total-timesteps 5e5"
-ACROBOT = f"--env-id Acrobot-v1 {TD_SIZE}"
+# Other tasks, with the commands of the docstrings, and a bound that a good run reaches.
+ACROBOT = "--env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5"
 ACROBOT_EPISODES = "--env-id Acrobot-v1 --num-envs 256 --num-iterations 50 --learning-rate 0.03"
-MOUNTAIN = f"--env-id MountainCar-v0 {TD_SIZE} --learning-rate 0.01 --sigma 0.15"
 TASKS = [
-    (PARALLEL, ACROBOT, -200),
-    (REPLAY, f"{ACROBOT} --learning-rate 0.06 --tau 0.01", -200),
-    (DECAY, f"{ACROBOT} --learning-rate 0.06 --end-e 0.1 --buffer-size 1e5", -200),
+    *((script, ACROBOT, -200) for script in TRIO),
     (REINFORCE, ACROBOT_EPISODES, -200),
-    (REPLAY, f"{MOUNTAIN} --tau 0.01", -125),
-    (DECAY, f"{MOUNTAIN} --end-e 0.1 --buffer-size 1e5", -125),
+    (REPLAY, f"{MOUNTAIN_CAR} --learning-rate 0.01", -125),
+    (DECAY, f"{MOUNTAIN_CAR} --learning-rate 0.01", -125),
     (REINFORCE, CONTINUOUS, 75),
     (REINFORCE, "--env-id Pendulum-v1 --num-envs 128 --num-iterations 500", -260),
 ]
@@ -276,29 +310,26 @@ TASKS = [
 
 def tasks():
     """The commands for other tasks, on 100 fresh seeds."""
+    seeds = ["--seed 352000" if flags == CONTINUOUS else FRESH for _, flags, _ in TASKS]
+    pairs = zip(TASKS, seeds, strict=True)
+    results = run_all([(script, f"{flags} --num-seeds 100 {y}") for (script, flags, _), y in pairs])
     rows = []
-    for script, flags, bound in TASKS:
-        fresh = "--seed 352000" if flags == CONTINUOUS else FRESH
-        result = run(script, f"{flags} --num-seeds 100 {fresh}")
+    for (script, flags, bound), result in zip(TASKS, results, strict=True):
         greedy = greedy_means(result)
         reached = f"{np.sum(greedy >= bound)} of 100 ({bound})"
-        cells = mean(greedy), f"{greedy.min():.1f}", reached, f"{result.seconds:.0f}"
-        rows.append([f"`python {script} {flags}`", *cells])
-    head = ["command", "mean", "worst run", "reach the bound", "seconds of 100 runs"]
-    return table(head, rows)
+        rows.append([f"`python {script} {flags}`", mean(greedy), f"{greedy.min():.1f}", reached])
+    return table(["command", "mean", "worst run", "reach the bound"], rows)
 
 
 def seconds():
     """Whole commands, with the scripts in turn: medians of five, and of three with 20 seeds."""
-    one = np.median([[seconds_of(script) for script in SCRIPTS] for _ in range(5)], axis=0)
-    many = [[seconds_of(script, "--num-seeds 20") for script in CARTPOLE] for _ in range(3)]
-    with_20_seeds = dict(zip(CARTPOLE, np.median(many, axis=0)[:, 0], strict=True))
-    words = []
-    for script, (whole, compiling) in zip(SCRIPTS, one, strict=True):
-        words.append(f"`{script}` {whole:.1f} ({compiling:.1f})")
-        if script in CARTPOLE:
-            words[-1] += f", with 20 seeds {with_20_seeds[script]:.1f}"
-    return f"Seconds of a command (of these, compiling): {'; '.join(words)}."
+    one = np.median([list(map(seconds_of, SCRIPTS)) for _ in range(5)], axis=0)
+    twenty = [(script, "--num-seeds 20") for script in CARTPOLE]
+    many = np.median([list(starmap(seconds_of, twenty)) for _ in range(3)], axis=0)
+    rows = [[f"`{x}`", f"{y[0]:.1f}", f"{y[1]:.1f}", ""] for x, y in zip(SCRIPTS, one, strict=True)]
+    for script, (whole, _) in zip(CARTPOLE, many, strict=True):
+        rows[SCRIPTS.index(script)][-1] = f"{whole:.1f}"
+    return table(["script", "one run", "of these, compiling", "twenty runs"], rows)
 
 
 def seconds_of(script, flags=""):
@@ -308,230 +339,47 @@ def seconds_of(script, flags=""):
     return result.seconds, float(compiling)
 
 
-CLEANRL = "https://github.com/vwxyzjn/cleanrl"
-DQN = "dqn.patch"  # of epsilon_decay_td.py
-OURS = [*CARTPOLE, DQN]
-PEERS = {"ppo": "rejax PPO", "pqn": "rejax PQN", "dqn": "rejax DQN", CLEANRL: "CleanRL PQN"}
-LEARNS = {
-    PARALLEL: "500 weights for each action",
-    REPLAY: "500 weights for each action",
-    DECAY: "500 weights for each action",
-    REINFORCE: "a network of one layer",
-    DQN: "a network of two layers",
-    "ppo": "two networks of two layers",
-    "pqn": "a network of two layers",
-    "dqn": "a network of two layers",
-    CLEANRL: "a network of two layers",
-}
-
-
-class Curve(NamedTuple):
-    """What the agents of a program learn, and when."""
-
-    seconds: np.ndarray  # (K,) since the command was entered
-    steps: np.ndarray  # (K,) of each agent
-    returns: np.ndarray  # (K, R) greedy returns
-    alone: float  # seconds until a command with one agent has trained it
-
-
-def race():
-    """The first figure of README.md: greedy returns of twenty agents, over seconds of waiting.
-
-    To evaluate while agents train takes time. So the seconds are those of programs that do not, and
-    the returns are those of the same programs with evaluations. rejax prints nothing while it
-    trains: its seconds are taken to be proportional to its steps. CleanRL trains one agent: three
-    are trained one after the other, and the seconds are those of one.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        # All that must be downloaded, before anything is measured.
-        rejax = "rejax==0.1.3", "gymnax==0.0.9", "six", f"jax=={version('jax')}"
-        rejax = peer_environment(Path(folder) / "rejax", *rejax)
-        pqn = cleanrl_program(Path(folder) / "cleanrl")
-        curves = {**our_curves(), **rejax_curves(rejax), CLEANRL: cleanrl_curve(pqn, num_agents=3)}
-    draw_race(curves)
-    head = "program", "what each agent learns", "seconds", "steps", "passed", "one agent", "all"
-    return table(head, [race_row(name, curve) for name, curve in curves.items()])
-
-
-def our_curves():
-    """Train our learners. Return {name: Curve}, with medians of the seconds of three commands."""
-    programs = {script: (script, None) for script in CARTPOLE}
-    programs[DQN] = DECAY, patched(DECAY, "dqn")
-    many = f"--num-seeds 20 {FRESH}"
-    rounds, alone = [], []
-    for _ in range(3):
-        rounds.append({name: run(script, many, text) for name, (script, text) in programs.items()})
-        # The last line is a report; the one before it says that training has ended.
-        alone.append([run(script, FRESH, text).times[-2] for script, text in programs.values()])
-    curves = {}
-    for (name, (script, text)), seconds in zip(programs.items(), np.median(alone, 0), strict=True):
-        first = rounds[0][name]
-        steps = np.append(0, first.saved["curves.timesteps"].mean(axis=1))
-        # Before the progress lines come two others, of which the second says that training begins.
-        times = np.median([results[name].times[1 : 1 + len(steps)] for results in rounds], axis=0)
-        returns = greedy_curve(name, script, text, f"{many} --eval-episodes 100", first)
-        curves[name] = Curve(times, steps, returns, seconds)
-    return curves
-
-
-def rejax_curves(python):
-    """Train the learners of rejax, and return the same of them."""
-    curves = {}
-    for name in ("ppo", "pqn", "dqn"):
-        # The times of two lines: it has compiled, it has trained.
-        (_, alone), _ = peer(python, name, 1)
-        (begin, end), _ = peer(python, name, 20)
-        with tempfile.TemporaryDirectory() as folder:
-            _, saved = peer(python, name, 20, Path(folder) / "peer.npz")
-        steps = saved["steps"]
-        times = begin + (end - begin) * steps / steps[-1]
-        curves[name] = Curve(times, steps, saved["returns"], alone)
-    return curves
-
-
-def race_row(name, curve):
-    """Format when the median agent is first at 475, how many end there, and what it costs."""
-    reached = np.flatnonzero(np.median(curve.returns, axis=1) >= 475)
-    cells = ["never", "never"]
-    if len(reached):
-        cells = [f"{curve.seconds[reached[0]]:.1f}", f"{curve.steps[reached[0]]:,.0f}"]
-    passed = f"{np.sum(curve.returns[-1] >= 475)} of {curve.returns.shape[1]}"
-    of_all = "" if name == CLEANRL else f"{curve.seconds[-1]:.1f}"  # it trains one by one
-    label = PEERS.get(name, f"`{name}`")
-    return [label, LEARNS[name], *cells, passed, f"{curve.alone:.1f}", of_all]
-
-
-def peer_environment(folder, *packages):
-    """Make a virtual environment with these packages, and return its Python."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    python = Path(folder) / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-    return python
-
-
-def peer(python, name, num_agents, path=None):
-    """Train agents of rejax. Return when each line came, and what was saved."""
-    print(
-        "+",
-        time.strftime("%H:%M:%S"),
-        PEERS[name],
-        num_agents,
-        "evaluated" if path else "",
-        flush=True,
-    )
-    command = [python, ROOT / "tests" / "rejax_peer.py", name, str(num_agents)]
-    times, began = [], time.perf_counter()
-    command += ["--save", path] if path else []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for _ in process.stdout:
-            times.append(time.perf_counter() - began)
-    return times, dict(np.load(path)) if path else {}
-
-
-def cleanrl_program(folder):
-    """Make what runs CleanRL's pqn.py. Return the beginning of its command."""
-    packages = "torch==2.13.0", "gymnasium==0.29.1", "numpy<2", "tyro==1.0.17", "tensorboard"
-    python = peer_environment(folder / "venv", *packages)
-    subprocess.run(["git", "clone", "--quiet", CLEANRL, folder / "repo"], check=True)
-    subprocess.run(["git", "-C", folder / "repo", "checkout", "--quiet", "fe8d8a0"], check=True)
-    return [python, ROOT / "tests" / "cleanrl_peer.py", folder / "repo" / "cleanrl" / "pqn.py"]
-
-
-def cleanrl_curve(program, num_agents):
-    """Train agents of CleanRL one after the other, and return the same of them."""
-    agents = []
-    for seed in range(271_000, 271_000 + num_agents):
-        print("+", time.strftime("%H:%M:%S"), "CleanRL, seed", seed, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            command = [*program, str(seed), str(time.time()), Path(folder) / "peer.npz"]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            agents.append(dict(np.load(Path(folder) / "peer.npz")))
-    seconds = np.median([agent["seconds"] for agent in agents], axis=0)
-    returns = np.stack([agent["returns"] for agent in agents], axis=1)
-    return Curve(seconds, agents[0]["steps"], returns, seconds[-1])
-
-
-def greedy_curve(name, script, text, flags, unchanged):
-    """Return the greedy returns (K + 1, R) of each run, before training and at K lines."""
-    one_update = "--num-iterations 1" if script == REINFORCE else "--total-timesteps 1"
-    untrained = run(script, f"{flags} {one_update} --learning-rate 0", text)
-    changed = run(script, flags, greedy_returns(name))
-    for key, array in unchanged.saved.items():
-        if key.startswith(("learned.weights", "learned.params")):
-            np.testing.assert_array_equal(array, changed.saved[key], key)
-    return np.vstack([greedy_means(untrained), changed.saved["curves.greedy_return"]])
-
-
-@rc_context({"font.size": 15, "axes.spines.top": False, "axes.spines.right": False})
-def draw_race(curves):
-    """Draw the median of the agents of each program, and a band from the worst to the best."""
-    # Ours are blue, rejax's orange, CleanRL's gray: hues that nobody confuses, from dark to light.
-    colors = dict(zip(OURS, ["#08306b", "#2171b5", "#4aa3df", "#8cc5e8", "#2171b5"], strict=True))
-    colors |= dict(zip(PEERS, ["#7f2704", "#d94801", "#fd9b4f", "#4d4d4d"], strict=True))
-    figure = Figure(figsize=(10, 6), layout="constrained", dpi=200)
-    rows = {"linear, or one hidden layer": CARTPOLE, "two hidden layers": [DQN, *PEERS]}
-    for axes, (title, names) in zip(figure.subplots(2, sharex=True), rows.items(), strict=True):
-        for name in names:
-            times, _, returns, _ = curves[name]
-            low, high, color = returns.min(axis=1), returns.max(axis=1), colors[name]
-            axes.fill_between(times, low, high, color=color, alpha=0.12, linewidth=0)
-            style = "--" if name in PEERS else "-"
-            label = PEERS.get(name, name)
-            axes.plot(times, np.median(returns, axis=1), style, color=color, lw=2.2, label=label)
-        axes.axhline(475, color="black", linestyle=":", linewidth=1)
-        axes.text(1.05, 460, "475: solved", va="top", fontsize="small")
-        axes.set(xscale="log", xlim=(1, None), ylim=(0, 530), yticks=[0, 250, 500])
-        axes.set(ylabel="greedy return")
-        axes.legend(
-            title=title,
-            alignment="left",
-            loc="center left",
-            bbox_to_anchor=(1, 0.5),
-            fontsize="small",
-            title_fontsize="small",
-            handlelength=1.5,
-            frameon=False,
-        )
-    axes.set(xlabel="seconds since the command was entered")
-    axes.set_xticks([1, 3, 10, 30, 100, 300], ["1", "3", "10", "30", "100", "300"])
-    figure.savefig(PICTURES / "race.png")
-
-
-def greedy_returns(name):
-    """Return the text of a program that also evaluates the greedy policy at each progress line."""
-    if name == DQN:
-        return patched(DECAY, "dqn", "greedy_returns")
-    if name != REINFORCE:
-        return patched(name, "greedy_returns")
-    old = "    return state, dict(timesteps=state.timesteps, **means)\n"
-    new = '    means["greedy_return"] = jnp.mean(evaluate(run, state)["greedy_return"])\n'
-    return replaced(name, old, new + old)
+def recipes():
+    """Run each command in a recipe's head, after the recipe, and print what it reports."""
+    for path in sorted(RECIPES.glob("*.patch")):
+        head = path.read_text().partition("\n--- ")[0]
+        for script, flags, also in re.findall(r"^    python (\S+)([^#\n]*)(.*)$", head, re.M):
+            others = re.findall(r"(\w+)\.patch", also)
+            print("after", *others, path.stem)
+            lines = run(script, flags, patched(script, *others, path.stem), save=False).lines
+            last = max(i for i, line in enumerate(lines) if line.startswith("step "))
+            print(*lines[last:], sep="\n", flush=True)
 
 
 def write(name, text):
-    """Put the tables of a section between its marks in RESULTS.md, and say when and where."""
+    """Put the table of a section between its marks in the page, and say when and where."""
     git = ["git", "-C", ROOT]
     commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
-    if subprocess.check_output(
-        [*git, "status", "--porcelain", "--", ":(glob)*.py", "tests/recipes"]
-    ):
+    paths = ":(glob)*.py", "tests/recipes"
+    if subprocess.check_output([*git, "status", "--porcelain", "--", *paths]):
         commit += " with changes"
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    devices = " and ".join(sorted(DEVICES)).replace("cpu", model)
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "optax", "gymnax"))
-    machine = f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}, {packages}"
+    machine = f"{devices}, Python {platform.python_version()}, {packages}"
     stamp = f"Measured on {date.today()}, commit {commit}: {machine}.\n"
     mark = f"<!-- {name} -->\n"
-    before, rest = RESULTS.read_text().split(mark)
+    before, rest = PAGE.read_text().split(mark)
     _, after = re.split(r"^Measured on .*\n", rest, maxsplit=1, flags=re.MULTILINE)
-    RESULTS.write_text(f"{before}{mark}{text}\n{stamp}{after}")
+    PAGE.write_text(f"{before}{mark}{text}\n{stamp}{after}")
 
 
 def main():
-    sections = {f.__name__: f for f in (learning, ablations, padding, tasks, seconds, race)}
+    """Run the sections that are asked for."""
+    sections = {f.__name__: f for f in (lesson, learning, ablations, padding, tasks, seconds)}
     parser = argparse.ArgumentParser()
-    parser.add_argument("sections", nargs="+", choices=sections, metavar="SECTION")
+    parser.add_argument("sections", nargs="+", choices=[*sections, "recipes"], metavar="SECTION")
     for name in parser.parse_args().sections:
-        write(name, sections[name]())
+        DEVICES.clear()
+        if name == "recipes":
+            recipes()
+        else:
+            write(name, sections[name]())
 
 
 if __name__ == "__main__":

@@ -1,14 +1,23 @@
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = ["jax==0.10.1", "optax==0.2.8", "gymnax==1.0.1", "six==1.17.0"]  # gymnax needs six
+# ///
 """Train replay_td.py on an environment of your own: a car that must stop in the middle of a road.
 
-Copy this file beside replay_td.py, and run it: python own_environment.py
+Copy this file beside replay_td.py, and run it. All flags of replay_td.py may follow.
 
-Results: the greedy return of 40 runs is -10.9 on average, and -21.8 for the worst run. The best
-possible is -8.6. reinforce_parallel.py with --num-envs 64 gets -9.8 (5 runs).
+    python own_environment.py --seed 271000 --num-seeds 40
+
+Results: OWNRESULT The best
+possible is -8.6.
 
 Traps:
 - An observation needs an entry of OBS_SCALE: what each of its numbers is divided by. With fewer
   dimensions, centers are nearer, and a smaller --sigma tells states apart: 0.2 for the two
   here. For one, begin with 0.1.
+- Scale rewards to about 1, or raise --learning-rate with them: Adam's steps do not depend on the
+  size of rewards. CartPole-v1 with rewards of 100 gets 277 to 377 steps instead of 500, and 500
+  again with a rate of 1.
 - Register a function (a lambda), not the class: if you edit the class in a notebook, a registered
   class silently stays the old one. Register in a cell of its own, since a name can be registered
   only once.
@@ -19,7 +28,9 @@ Traps:
 - reinforce_parallel.py needs `observation_space`, and the other learners do not.
 """
 
-import replay_td  # before all else that imports jax, since it tells jax to use all cores
+import sys
+
+import replay_td  # before what imports jax: it tells jax to use all cores
 
 replay_td.OBS_SCALE["OwnCar-v0"] = [1.0, 0.2]  # position: the walls; speed: about its maximum
 
@@ -75,4 +86,4 @@ gymnax.register("OwnCar-v0", lambda: OwnCar())
 FLAGS = "--env-id OwnCar-v0 --total-timesteps 3e4 --sigma 0.2 --tau 0.03 --learning-rate 0.1"
 
 if __name__ == "__main__":
-    replay_td.main(FLAGS.split())
+    replay_td.main([*FLAGS.split(), *sys.argv[1:]])
