@@ -206,6 +206,7 @@ def parse_args(argv=None):
 def main(argv=None):
     """Play all episodes. Return what --save writes."""
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
+    versions = {name: version(name) for name in ("jax", "jaxlib", "gymnax")}
     devices = jax.devices()
     num_episodes = math.ceil(args.num_episodes / len(devices)) * len(devices)  # equal shares
     keys = jax.random.split(jax.random.key(args.seed), num_episodes)  # (E,)
@@ -229,7 +230,6 @@ def main(argv=None):
     words = [f"{name} {values.mean():#.4g}" for name, values in totals.items()]
     speed = f"{totals['timesteps'].sum() / seconds:,.0f} steps/s in total"
     print(f"means over {num_episodes:,} episodes:", *words, speed, sep="  ")
-    versions = {name: version(name) for name in ("jax", "jaxlib", "gymnax")}
     results = {"args": json.dumps(vars(args)), "versions": json.dumps(versions), **totals}
     if args.save:
         results |= {f"steps.{name}": array for name, array in steps._asdict().items()}

@@ -35,8 +35,8 @@ from conftest import (
 TD = "--num-intervals 1 --num-envs 4 --total-timesteps 100 --num-centers 9"
 SMALL = {
     PARALLEL: TD,
-    REPLAY: f"{TD} --buffer-size 600",
-    DECAY: f"{TD} --buffer-size 600",
+    REPLAY: f"{TD} --buffer-size 5000",
+    DECAY: f"{TD} --buffer-size 5000",
     GRID: "--num-intervals 1 --total-timesteps 100",
     REINFORCE: "--num-intervals 1 --num-envs 4 --num-iterations 2 --hidden-size 8",
 }
@@ -92,8 +92,6 @@ def test_a_run_is_the_same_alone_and_beside_others(name):
         np.testing.assert_allclose(many[2], one, rtol=1e-3, atol=1e-4)  # other roundings
 
 
-# Ten environments, sixty steps of each: in REINFORCE, twelve updates from episodes of five.
-NOISY = "--num-envs 10 --eval-episodes 4"
 EPSILON = {
     PARALLEL: {"epsilon": 0.6},
     REPLAY: {"epsilon": 0.6},
@@ -102,60 +100,67 @@ EPSILON = {
 }
 
 
+def noisy_run(name, num_envs, seed):
+    """A run that learns nothing, of 50 steps of each environment (in REINFORCE, ten episodes)."""
+    few = "--num-iterations 10" if name == REINFORCE else f"--total-timesteps {50 * num_envs}"
+    flags = f"{SMALL[name]} --num-envs {num_envs} --eval-episodes 4 {few}"
+    return noise_run(load(name), flags, seed=seed, learning_rate=0.0, **EPSILON[name])
+
+
 @pytest.fixture(scope="module", params=[*TRIO, REINFORCE])
 def noise(request):
-    """What two runs do that learn nothing, where each observation is a random number."""
-    name, patch = request.param, pytest.MonkeyPatch()
-    script = load(name)
-    few = "--num-iterations 12" if name == REINFORCE else "--total-timesteps 600"
+    """What two runs see and are paid where each observation is a random number."""
+    script, patch = load(request.param), pytest.MonkeyPatch()
     starts = watch(patch, Noise, "reset_env", "params", ordered=False)
     steps = watch(patch, Noise, "step_env", "params", ordered=False)
-    if name == REINFORCE:
-        updates = watch(patch, script, POLICY_LOSS, "params episodes advantage")
-    else:
-        vector_steps = watch(patch, script, VECTOR_STEP, "epsilon")
 
     @jax.jit
     def train_and_evaluate(seed):
-        own = {"seed": seed, "learning_rate": 0.0, **EPSILON[name]}
-        run = noise_run(script, f"{SMALL[name]} {NOISY} {few}", **own)
+        run = noisy_run(request.param, 5, seed)
         state, line = script.train_interval(run, script.init_state(run))
         return line["returns"], script.evaluate(run, state)["greedy_return"]
 
     returns = [np.hstack(train_and_evaluate(seed)) for seed in (1, 2)]
     jax.effects_barrier()
     patch.undo()
-    if name == REINFORCE:
-        actions = np.concatenate([update.episodes.action.T for update in updates])
-        probabilities = [1 / 3] * 3
-    else:
-        actions = np.stack([step.out[1][0].action for step in vector_steps])
-        probabilities = [0.6, 0.2, 0.2]  # all values are equal, so the first action is best
-    return SimpleNamespace(
-        returns=returns,
-        observations=[record.out[0] for record in starts + steps],
-        runs=np.split(actions, 2),  # (60, 10) each
-        probabilities=probabilities,
-    )
+    return SimpleNamespace(returns=returns, seen=[record.out[0] for record in starts + steps])
 
 
 def test_environments_never_get_the_same_random_numbers_twice(noise):
     """Neither in other steps, environments, updates or runs, nor in evaluation."""
-    seen = noise.observations
-    assert len(np.unique(seen, axis=0)) == len(seen) > 2 * (60 * 10 + 4 * 5)
-
-
-def test_actions_of_other_steps_updates_environments_and_runs_are_independent(noise):
-    one, other = noise.runs
-    assert_independent(one[1:], one[:-1], noise.probabilities)
-    assert_independent(one[5:], one[:-5], noise.probabilities)  # REINFORCE: in the next update
-    assert_independent(one[:, 1:], one[:, :-1], noise.probabilities)
-    assert_independent(one, other, noise.probabilities)
+    assert len(np.unique(noise.seen, axis=0)) == len(noise.seen) > 2 * (50 * 5 + 4 * 5)
 
 
 def test_episodes_that_only_the_time_limit_ends_pay_for_each_of_its_steps(noise):
     """In training and in evaluation."""
     assert np.all(np.equal(noise.returns, Noise.default_params.max_steps_in_episode))
+
+
+@pytest.mark.parametrize("name", [*TRIO, REINFORCE])
+def test_actions_of_other_steps_updates_environments_and_runs_are_independent(name, monkeypatch):
+    script, p = load(name), [0.6, 0.2, 0.2]  # all values are equal, so the first action is best
+    if name == REINFORCE:
+        p = [1 / 3] * 3
+        records = watch(monkeypatch, script, POLICY_LOSS, "params episodes advantage")
+    else:
+        records = watch(monkeypatch, script, VECTOR_STEP, "epsilon")
+
+    @jax.jit
+    def train_once(seed):
+        run = noisy_run(name, 100, seed)
+        return script.train_interval(run, script.init_state(run))[1]
+
+    jax.block_until_ready([train_once(seed) for seed in (1, 2)])
+    jax.effects_barrier()
+    if name == REINFORCE:
+        actions = np.concatenate([record.episodes.action.T for record in records])
+    else:
+        actions = np.stack([record.out[1][0].action for record in records])
+    one, other = np.split(actions, 2)  # (50, 100) each
+    assert_independent(one[1:], one[:-1], p)
+    assert_independent(one[5:], one[:-5], p)  # in REINFORCE, in the next update
+    assert_independent(one[:, 1:], one[:, :-1], p)
+    assert_independent(one, other, p)
 
 
 @pytest.mark.parametrize("name", [*TRIO, REINFORCE])
@@ -199,18 +204,3 @@ def test_the_ends_of_each_range_of_values_and_the_largest_seeds_stay_finite(name
 
     for array in jax.tree.leaves(last_state_and_line(runs)):
         assert np.all(np.isfinite(array))
-
-
-@pytest.mark.parametrize("name", LEARNERS)
-def test_the_number_of_steps_fits_into_32_bits_however_it_is_rounded_up(name):
-    script, most = load(name), f"--total-timesteps {2**30}"
-    if name == REINFORCE:
-        most = f"--num-iterations {2**30 // (16 * 500)}"  # 16 episodes of at most 500 steps
-    for num_intervals in (1, 3, 7, 99_999, 2**29, 2**30):
-        run = one_run(script, f"{most} --num-intervals {num_intervals}")
-        if name == GRID:
-            steps = run.num_intervals * run.interval_blocks * script.BLOCK
-        else:
-            limit = 500 if name == REINFORCE else 1
-            steps = run.num_intervals * run.interval_updates * run.num_envs * limit
-        assert 2**30 - 16 * 500 < steps < 2**31

@@ -42,6 +42,8 @@ COMBINATIONS = [
     (DECAY, "dqn", "greedy_returns"),
     (GRID, "cliff", "sarsa"),
     (GRID, "cliff", "expected_sarsa"),
+    (GRID, "cliff", "eligibility_traces"),
+    (GRID, "cliff", "monte_carlo"),
 ]
 
 
