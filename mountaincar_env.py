@@ -6,14 +6,13 @@
 
 A car is too weak to drive straight up a hill. It must first swing back and forth to gain speed
 (Moore 1990; Sutton & Barto 2018, example 10.1). Action a is 0 (push left), 1 (do not push) or
-2 (push right). Every step has reward -1, until the car reaches the goal on top of the hill. This is
-a step:
+2 (push right). Every step has reward -1, until the car reaches the goal on top of the hill. A step:
 
     velocity <- velocity + (a - 1) force - gravity cos(3 position),    at most max_speed either way
     position <- position + velocity,    within the track, and velocity <- 0 at the left wall
 
-    python mountaincar_env.py --policy rocking    # push in the direction of motion: the goal
-    python mountaincar_env.py                     # random actions: never in 200 steps
+    python mountaincar_env.py --policy rocking    # this policy reaches the goal
+    python mountaincar_env.py                     # random actions do not
 
 Shapes: E = num_episodes episodes, T steps (the time limit).
 """

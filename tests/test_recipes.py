@@ -29,7 +29,10 @@ from conftest import DECAY, GRID, PARALLEL, REINFORCE, REPLAY, ROOT, jit, load, 
 RECIPES = ROOT / "tests" / "recipes"
 FOLDER = tempfile.TemporaryDirectory()  # of the changed scripts
 TD = "--num-intervals 2 --total-timesteps 640 --eval-episodes 2"
-FLAGS = {GRID: "--num-intervals 2", REINFORCE: "--num-intervals 2 --num-iterations 4 --num-envs 2"}
+FLAGS = {
+    GRID: "--num-intervals 2 --total-timesteps 4000",
+    REINFORCE: "--num-intervals 2 --num-iterations 4 --num-envs 2 --eval-episodes 2",
+}
 # Combinations that are useful. Nothing is promised about others, or about another order.
 COMBINATIONS = [
     (PARALLEL, "n_step_returns", "greedy_returns"),

@@ -7,7 +7,7 @@ The sections are `lesson`, `learning`, `ablations`, `padding`, `tasks`, `seconds
 two cores, `learning` takes about an hour and a half, `tasks` one, and the others half of one or
 less. A section draws its pictures, and replaces its table in README.md of this folder, from a mark
 to the line that says when it was measured. What stands around it is written by hand: read it again
-after a section has run. The race against other libraries is in race.py.
+after a section has run.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def lesson():
     ]
     changed = {script: evaluated_at_each_line(script) for script in TRIO}
     results = run_all([(x, y, changed[x]) for x, y in zip(scripts, fresh, strict=True)])
-    draw_lesson(list(tasks), dict(zip(cases, results, strict=True)))
+    draw_lesson(dict(zip(cases, results, strict=True)))
     rows = []
     for (task, step), script, command, result in zip(cases, scripts, fresh, results, strict=True):
         greedy, bound = greedy_means(result), 475 if task == "CartPole-v1" else -125
@@ -198,21 +198,25 @@ def evaluated_at_each_line(script):
     return replaced(script, old, new + old)
 
 
-def draw_lesson(tasks, results):
-    """Draw the median greedy return of each step, and a band with the middle 80 % of its runs."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=150)
-    panels = figure.subplots(1, len(tasks))
-    for axes, task in zip(panels, tasks, strict=True):
-        for color, step in zip(["#7f7f7f", "#d95f02", "#1f78b4", "#33a02c"], STEPS, strict=True):
-            saved = results[task, step].saved
-            x, y = saved["curves.timesteps"][:, 0] / 1e3, saved["curves.greedy_return"]
-            low, median, high = np.quantile(y, [0.1, 0.5, 0.9], axis=1)
-            axes.fill_between(x, low, high, color=color, alpha=0.13, linewidth=0)
-            axes.plot(x, median, color=color, linewidth=2.2, label=step)
-        axes.set(title=task, xlabel="thousand environment steps", ylabel="greedy return")
+def draw_lesson(results):
+    """Draw each step on MountainCar-v0: the median greedy return, and the middle 80 % of the runs.
+
+    Thin lines are the medians of the steps before it.
+    """
+    figure = Figure(figsize=(11, 3.1), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(STEPS), sharex=True, sharey=True)
+    for i, (axes, step) in enumerate(zip(panels, STEPS, strict=True)):
+        for before in panels[:i]:
+            axes.plot(*before.get_lines()[-1].get_data(), color="gray", linewidth=1)
+        saved = results["MountainCar-v0", step].saved
+        x, y = saved["curves.timesteps"][:, 0] / 1e3, saved["curves.greedy_return"]
+        low, median, high = np.quantile(y, [0.1, 0.5, 0.9], axis=1)
+        axes.fill_between(x, low, high, color="C0", alpha=0.25, linewidth=0)
+        axes.plot(x, median, color="C0", linewidth=2.5)
+        axes.set_title(step.replace(": ", "\n"), fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    panels[0].set(ylabel="greedy return")
+    figure.supxlabel("thousand environment steps", fontsize="medium")
     figure.savefig(PICTURES / "lesson.png")
 
 
