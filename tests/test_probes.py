@@ -18,7 +18,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import REINFORCE, TRIO, load, run_in
+from conftest import DECAY, PARALLEL, REINFORCE, load, run_in
 from flax import struct
 from gymnax.environments import environment, spaces
 
@@ -190,9 +190,12 @@ def play(script, probe, flags=""):
 
 
 def pytest_generate_tests(metafunc):
-    """REINFORCE learns no values, so it is only tried where actions matter."""
+    """REINFORCE learns no values, so it is only tried where actions matter.
+
+    epsilon_decay_td.py does all that replay_td.py does.
+    """
     own = metafunc.config.getoption("script")
-    scripts = {name: load(name) for name in [*TRIO, REINFORCE]}
+    scripts = {name: load(name) for name in [PARALLEL, DECAY, REINFORCE]}
     if own:
         path = metafunc.config.invocation_params.dir / own
         spec = importlib.util.spec_from_file_location(path.stem, path)

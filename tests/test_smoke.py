@@ -30,7 +30,7 @@ COMMANDS = {
 }
 SWEEP = "--num-seeds 2 --gamma 0.5 0.75 --num-intervals 3"  # four runs
 CAR = "mountaincar_env.py"  # which has no such flags
-TWICE = ["epsilon_decay_td.py", "gridworld_qlearning.py", "reinforce_parallel.py"]
+TWICE = ["epsilon_decay_td.py", "gridworld_qlearning.py"]
 OTHER_PROGRAM = """
 import pickle, sys, {0}
 with open("returned.pickle", "wb") as file:
@@ -115,7 +115,7 @@ def test_main_returns_what_it_saves_and_the_bits_are_those_of_another_process(
 ):
     """The other process hashes texts otherwise, so sets have another order.
 
-    The three linear learners have the same `main`, and that of the car has a test of its own.
+    The three linear learners have the same `main`, REINFORCE's adds --gif, and the car has a test.
     """
     other, flags = folder.with_name("other"), flags[: flags.index("--plot")]  # no pictures again
     other.mkdir()
