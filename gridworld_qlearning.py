@@ -87,7 +87,7 @@ def parse_args(argv=None):
     check_file(parser, args.plot, ".png", ".pdf", ".svg")
     if args.seed < 0 or args.seed + args.num_seeds > 2**31:
         parser.error("--seed and the seeds that follow must be from 0 to 2**31 - 1")
-    # Timesteps are rounded up to whole blocks, and these so that all intervals are equal.
+    # All intervals are equally long. In the last, steps beyond total_timesteps have a rate of 0.
     num_blocks = math.ceil(args.total_timesteps / BLOCK)
     args.interval_blocks = math.ceil(num_blocks / args.num_intervals)
     args.num_intervals = math.ceil(num_blocks / args.interval_blocks)
@@ -152,9 +152,10 @@ def train_step(run, state, draws):
     next_cell, reward, terminated = env_step(run, state.cell, action)
     next_value = jnp.where(terminated, 0.0, jnp.max(state.q_table[*next_cell]))
     td_error = reward + run.gamma * next_value - values[action]
+    learning_rate = jnp.where(state.timesteps < run.total_timesteps, run.learning_rate, 0.0)
     timesteps = state.timesteps + 1
     state = state._replace(
-        q_table=state.q_table.at[row, column, action].add(run.learning_rate * td_error),
+        q_table=state.q_table.at[row, column, action].add(learning_rate * td_error),
         cell=jnp.where(terminated, start(run), next_cell),
         timesteps=timesteps,
         episode_began=jnp.where(terminated, timesteps, state.episode_began),
@@ -328,7 +329,7 @@ def main(argv=None):
         state, metrics = train(padded, state)
         timesteps, metrics = gather((state.timesteps, metrics), num_runs)  # waits for `train`
         seconds = time.perf_counter() - began
-        history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # log here
+        history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # add a logger here
         with np.errstate(invalid="ignore"):  # nan if no episode ended
             length = metrics.pop("episode_steps").sum() / metrics["episodes"].sum()
         words = [f"{name} {values.mean():#.4g}" for name, values in metrics.items()]

@@ -112,9 +112,10 @@ def parse_args(argv=None):
     time_limit = int(gymnax.make(args.env_id)[1].max_steps_in_episode)
     if args.num_iterations * args.num_envs * time_limit > 2**30:
         parser.error(f"--num-iterations * --num-envs * {time_limit} steps must not exceed 2**30")
-    # All intervals are equally long. In the last, updates beyond num_iterations have a rate of 0.
-    args.interval_updates = math.ceil(args.num_iterations / args.num_intervals)
-    args.num_intervals = math.ceil(args.num_iterations / args.interval_updates)
+    args.num_updates = args.num_iterations
+    # All intervals are equally long. In the last, updates beyond num_updates have a rate of 0.
+    args.interval_updates = math.ceil(args.num_updates / args.num_intervals)
+    args.num_intervals = math.ceil(args.num_updates / args.interval_updates)
     return args
 
 
@@ -162,8 +163,11 @@ class TrainState(NamedTuple):
 
 
 def optimizer(run):
-    """Adam, with a learning rate that falls linearly to 0."""
-    return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_iterations))
+    """Adam, with a learning rate that falls linearly to 0.
+
+    It keeps nothing between updates (`opt_state` does), so it is made anew at each use.
+    """
+    return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
 
 
 def init_state(run):
@@ -296,7 +300,7 @@ def train_interval(run, state):
 
 def evaluate(run, state):
     """Results of a run: the returns of greedy episodes, and what was learned."""
-    # Training never uses this key, so you can also evaluate during training.
+    # `fold_in` gives a key that training never uses, so you can also evaluate during training.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     episodes = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (eval_episodes, T)
     return {"greedy_return": jnp.sum(episodes.reward, axis=1), "params": state.params}
@@ -431,7 +435,7 @@ def main(argv=None):
         state, metrics = train(padded, state)
         timesteps, metrics = gather((state.timesteps, metrics), num_runs)  # waits for `train`
         seconds = time.perf_counter() - began
-        history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # log here
+        history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # add a logger here
         words = [f"{name} {values.mean():#.4g}" for name, values in metrics.items()]
         speed = f"{timesteps.sum() / seconds:,.0f} steps/s in total"
         print(f"step {timesteps.mean():,.0f}", *words, speed, sep="  ", flush=True)

@@ -160,7 +160,10 @@ class TrainState(NamedTuple):
 
 
 def optimizer(run):
-    """Adam, with a learning rate that falls linearly to 0."""
+    """Adam, with a learning rate that falls linearly to 0.
+
+    It keeps nothing between updates (`opt_state` does), so it is made anew at each use.
+    """
     return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
 
 
@@ -192,7 +195,7 @@ def init_state(run):
 
 def features(run, centers, obs):
     """Radial basis functions phi (F,) of an observation (D,)."""
-    scale = jnp.array(OBS_SCALE[run.env_id]).reshape(obs.size)  # an error for another length
+    scale = jnp.array(OBS_SCALE[run.env_id]).reshape(obs.size)  # fails if lengths differ
     difference = (obs.reshape(-1) / scale)[:, None] - centers  # (D, F)
     return jnp.exp(-jnp.sum(difference**2, axis=0) / (2 * run.sigma**2))
 
@@ -303,7 +306,7 @@ def greedy_return(run, centers, weights, key):
 
 def evaluate(run, state):
     """Results of a run: the returns of greedy episodes, and what was learned."""
-    # Training never uses this key, so you can also evaluate during training.
+    # `fold_in` gives a key that training never uses, so you can also evaluate during training.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.centers, state.weights))(keys)
     return {"greedy_return": returns, "centers": state.centers, "weights": state.weights}
@@ -428,7 +431,7 @@ def main(argv=None):
         state, metrics = train(padded, state)
         timesteps, metrics = gather((state.timesteps, metrics), num_runs)  # waits for `train`
         seconds = time.perf_counter() - began
-        history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # log here
+        history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # add a logger here
         words = [f"{name} {values.mean():#.4g}" for name, values in metrics.items()]
         speed = f"{timesteps.sum() / seconds:,.0f} steps/s in total"
         print(f"step {timesteps.mean():,.0f}", *words, speed, sep="  ", flush=True)

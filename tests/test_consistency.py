@@ -23,7 +23,6 @@ DIFFERENT = {
     "TrainState": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
     "Step": ([], "REINFORCE keeps what its loss needs, the car what --save writes"),
     "init_state": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
-    "optimizer": ([TRIO], "REINFORCE counts iterations"),
     "select_action": ([TRIO], "the grid world breaks ties at random: its table starts at 0"),
     "vector_step": ([[PARALLEL, REPLAY]], "epsilon decays"),
     "train_step": ([], "each method learns in another way"),

@@ -163,20 +163,24 @@ def test_actions_of_other_steps_updates_environments_and_runs_are_independent(na
     assert_independent(one, other, p)
 
 
-@pytest.mark.parametrize("name", [*TRIO, REINFORCE])
+FIFTY = {name: "--total-timesteps 200" for name in TRIO}  # updates, or blocks of the grid world
+FIFTY |= {REINFORCE: "--num-iterations 50", GRID: "--total-timesteps 49500"}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
 def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
     """Fifty updates are asked for. 7 times 8 or 17 times 3 are made, the last ones without effect.
 
     So the schedule of the learning rate ends with the fiftieth.
     """
     script, learned = load(name), []
-    few = "--num-iterations 50" if name == REINFORCE else "--total-timesteps 200"
-    for num_intervals, length in (7, 8), (20, 3):
-        run = small_run(name, f"{few} --num-intervals {num_intervals}")
-        assert run.interval_updates == length
+    for num_intervals, rounded in (7, 7), (20, 17):
+        run = small_run(name, f"{FIFTY[name]} --num-intervals {num_intervals}")
+        assert run.num_intervals == rounded
         state, _ = train(script, run, jit(script.init_state, run)())
-        learned.append(state.params if name == REINFORCE else state.weights)
-    jax.tree.map(np.testing.assert_array_equal, *learned)
+        learned.append(script.evaluate(run, state))
+    for what in learned[0].keys() - {"greedy_return"}:  # its key is that of the last update
+        jax.tree.map(np.testing.assert_array_equal, learned[0][what], learned[1][what])
 
 
 EXTREMES = {
