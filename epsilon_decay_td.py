@@ -163,10 +163,7 @@ class TrainState(NamedTuple):
 
 
 def optimizer(run):
-    """Adam, with a learning rate that falls linearly to 0.
-
-    It keeps nothing between updates (`opt_state` does), so it is made anew at each use.
-    """
+    """Adam, with a rate that falls linearly to 0. What it remembers is kept in `opt_state`."""
     return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, run.num_updates))
 
 

@@ -34,44 +34,33 @@ def refusal(capsys):
     return refuse
 
 
-@pytest.mark.parametrize(
-    ("scripts", "flag", "wrong"),
-    [
-        (LEARNERS, "--num-intervals", ("x", "0", "-1", "0.5", "nan", "inf", "1073741825")),  # count
-        (LEARNERS, "--gamma", ("x", "-0.1", "1.1", "nan", "0.1 x")),  # a fraction
-        ([*TRIO, REINFORCE], "--learning-rate", ("x", "0", "-0.5", "nan", "inf")),  # positive
-        (TRIO, "--sigma", ("x", "0", "-0.5", "nan", "inf")),
-        (LEARNERS, "--num-inter", ("1",)),  # an abbreviation
-        ([CAR], "--num-episodes", ("0", "0.5")),
-        ([REPLAY, DECAY], "--buffer-size", ("15 --num-envs 16",)),  # one vector step must fit
-        ([REINFORCE], "--num-envs", ("1",)),  # the baseline is a mean
-        ([REINFORCE], "--num-iterations", ("1073742 --num-envs 2",)),  # more than 2**30 steps
-        ([REINFORCE], "--gif", ("x.gif --env-id FrozenLake-misc",)),  # gymnax does not draw it
-        ([CAR], "--save", ("x.npz --num-episodes 500001",)),  # too large a file
-    ],
-)
-def test_a_wrong_value_is_refused(scripts, flag, wrong, refusal):
-    for script in scripts:
-        for text in wrong:
-            assert flag in refusal(script, f"{flag} {text}")
+# Scripts, the beginning of a command, what may follow, and what must be refused with a message that
+# names the flag.
+LIMITS = [
+    (LEARNERS, "--num-intervals", "1 2e6 1073741824", "x 0 -1 0.5 nan inf 1073741825"),  # count
+    (LEARNERS, "--gamma", "0 1", "x -0.1 1.1 nan"),  # fraction
+    (TRIO, "--sigma", "1e-9 7", "x 0 -0.5 nan inf"),  # positive
+    ([*TRIO, REINFORCE], "--learning-rate", "1e-9 7", "0 -0.5"),
+    (LEARNERS, "--num-inter", "", "1"),  # an abbreviation
+    ([CAR], "--num-episodes", "1 1e9", "0 0.5"),
+    ([REPLAY, DECAY], "--num-envs 16 --buffer-size", "16", "15"),  # a vector step must fit
+    ([REINFORCE], "--num-envs", "2", "1"),  # the baseline is a mean
+    ([REINFORCE], "--num-envs 2 --num-iterations", "1073741", "1073742"),  # 2**30 steps
+    ([REINFORCE], "--gif x.gif --env-id", "Pong-misc", "FrozenLake-misc"),  # gymnax draws no lake
+    ([CAR], "--save x.npz --num-episodes", "500000", "500001"),  # too large a file
+]
 
 
-@pytest.mark.parametrize(
-    ("scripts", "flags"),
-    [
-        (LEARNERS, "--num-intervals 1073741824"),
-        (LEARNERS, "--num-intervals 2e6"),
-        ([*TRIO, REINFORCE], "--learning-rate 1e-9 7"),
-        ([REPLAY, DECAY], "--buffer-size 16 --num-envs 16"),
-        ([REINFORCE], "--num-iterations 1073741 --num-envs 2"),  # of 500 steps: below 2**30
-        ([REINFORCE], "--gif x.gif --env-id Pong-misc"),
-        ([CAR], "--num-episodes 500001"),
-        ([CAR], "--save x.npz --num-episodes 500000"),
-    ],
-)
-def test_a_value_at_its_limit_is_accepted(scripts, flags):
+@pytest.mark.parametrize(("scripts", "flag", "right", "wrong"), LIMITS)
+def test_values_up_to_a_limit_are_accepted_and_others_are_refused(
+    scripts, flag, right, wrong, refusal
+):
     for script in scripts:
-        load(script).parse_args(flags.split())
+        for value in right.split():
+            load(script).parse_args([*flag.split(), value])
+        for value in wrong.split():
+            error = refusal(script, f"{flag} {value}")
+            assert any(word in error for word in flag.split() if word.startswith("--"))
 
 
 def test_each_swept_flag_is_a_fraction_from_0_to_1_or_positive(refusal):

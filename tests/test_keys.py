@@ -163,7 +163,7 @@ def test_actions_of_other_steps_updates_environments_and_runs_are_independent(na
     assert_independent(one, other, p)
 
 
-FIFTY = {name: "--total-timesteps 200" for name in TRIO}  # updates, or blocks of the grid world
+FIFTY = dict.fromkeys(TRIO, "--total-timesteps 200")  # updates, or blocks of the grid world
 FIFTY |= {REINFORCE: "--num-iterations 50", GRID: "--total-timesteps 49500"}
 
 
