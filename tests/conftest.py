@@ -32,11 +32,12 @@ CACHE = tempfile.TemporaryDirectory()
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 import gymnasium
+import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from gymnax.environments import CartPole, environment, spaces
-from gymnax.wrappers import LogWrapper
 
 # The functions that `watch` observes. Who renames one in a script must rename it here, too.
 VECTOR_STEP, TD_LOSS = "vector_step", "td_loss"  # the linear learners
@@ -130,10 +131,10 @@ def assert_independent(one, other, probabilities):
 
 
 def run_in(env, env_params, script, flags, **values):
-    """One run in an environment of the tests. LogWrapper counts the returns of linear learners."""
-    if hasattr(script, "OBS_SCALE"):
-        env = LogWrapper(env)
-    return one_run(script, flags, env=env, env_params=env_params, **values)
+    """One run in an environment of the tests, with the wrappers of the script's `make_env`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gymnax, "make", lambda _: (env, env_params))
+        return one_run(script, flags, **values)
 
 
 class Noise(environment.Environment):

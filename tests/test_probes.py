@@ -8,12 +8,13 @@ look: at the loss, features, discount, maximum over next actions, actions, or th
     python -m pytest -q tests/test_probes.py --script my_copy.py      # a changed copy of one
     python -m pytest -q tests/test_probes.py --script my_copy.py --flags "--my-flag 3"
 
-The path is relative to the folder in which the command is called. A copy that has `q_values` is
-compared with values; any other one is taken for a REINFORCE, whose greedy actions are to be best.
+The path is relative to the folder in which the command is called. `make_env` of the copy gets the
+probe from gymnax.make. Then `init_state`, `train_interval` and `evaluate` are called. A copy that
+has `q_values` is compared with values of actions. Any other one is taken for a REINFORCE, whose
+greedy actions must be best. If it has `state_value(params, obs)`, these values are compared, too.
 """
 
 import importlib.util
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ FLAGS = "--num-intervals 1 --gamma 0.5 --num-envs 8"
 REINFORCE_FLAGS = (
     f"{FLAGS} --num-iterations 60 --learning-rate 0.1 --hidden-size 8 --eval-episodes 20"
 )
-TD_FLAGS = f"{FLAGS} --total-timesteps 8000 --num-centers 30 --learning-rate 0.1"
+TD_FLAGS = f"{FLAGS} --total-timesteps 8000 --learning-rate 0.02"
 
 
 @struct.dataclass
@@ -169,8 +170,8 @@ def learn(script, probe, flags=""):
     @jax.jit
     def learned():
         state, _ = script.train_interval(run, script.init_state(run))
-        q_values = partial(script.q_values, run, state.centers, state.weights)
-        return [q_values(jnp.array([x], float)) for x in VALUES[probe]]
+        learned = [state.centers, state.weights] if hasattr(state, "centers") else [state.weights]
+        return [script.q_values(run, *learned, jnp.array([x], float)) for x in VALUES[probe]]
 
     # Their values differ by 0.5 and more; features overlap, so learned ones are near, not equal.
     np.testing.assert_allclose(learned(), [*VALUES[probe].values()], atol=0.05)
@@ -178,8 +179,7 @@ def learn(script, probe, flags=""):
 
 def play(script, probe, flags=""):
     """Train REINFORCE on a probe, and see whether its greedy actions are the best ones."""
-    env = script.BoundedActions(Aim()) if probe is Aim else probe()
-    run = run_in(env, env.default_params, script, f"{REINFORCE_FLAGS} {flags}")
+    run = run_in(probe(), probe.default_params, script, f"{REINFORCE_FLAGS} {flags}")
 
     @jax.jit
     def learned():
@@ -187,6 +187,20 @@ def play(script, probe, flags=""):
         return script.evaluate(run, state)["greedy_return"]
 
     assert learned().tolist() == [1.0] * 20
+
+
+def criticize(script, probe, flags=""):
+    """Train an actor-critic on a probe whose actions change nothing, and compare its values."""
+    flags = f"{REINFORCE_FLAGS} --num-iterations 2000 --learning-rate 0.01 {flags}"
+    run = run_in(probe(), probe.default_params, script, flags)
+
+    @jax.jit
+    def learned():
+        state, _ = script.train_interval(run, script.init_state(run))
+        return [script.state_value(state.params, jnp.array([x], float)) for x in VALUES[probe]]
+
+    expected = [values[0] for values in VALUES[probe].values()]  # one for each observation
+    np.testing.assert_allclose(learned(), expected, atol=0.1)
 
 
 def pytest_generate_tests(metafunc):
@@ -201,14 +215,19 @@ def pytest_generate_tests(metafunc):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         scripts = {own: importlib.util.module_from_spec(spec)}
         spec.loader.exec_module(scripts[own])
-    pairs, names = [], []
+    cases, names = [], []
     for name, script in scripts.items():
-        for probe in VALUES if hasattr(script, "q_values") else [Choice, Match, Memory, Aim]:
-            pairs.append((script, probe))
+        if hasattr(script, "q_values"):
+            attempts = [(learn, probe) for probe in VALUES]
+        else:
+            attempts = [(play, probe) for probe in (Choice, Match, Memory, Aim)]
+        if hasattr(script, "state_value"):
+            attempts += [(criticize, probe) for probe in (Constant, Light, Later, Endless)]
+        for attempt, probe in attempts:
+            cases.append((attempt, script, probe))
             names.append(f"{name}-{probe.__name__}")
-    metafunc.parametrize(("script", "probe"), pairs, ids=names)
+    metafunc.parametrize(("attempt", "script", "probe"), cases, ids=names)
 
 
-def test_a_learner_solves_the_probe(script, probe, request):
-    attempt = learn if hasattr(script, "q_values") else play
+def test_a_learner_solves_the_probe(attempt, script, probe, request):
     attempt(script, probe, request.config.getoption("flags"))
