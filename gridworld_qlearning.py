@@ -72,7 +72,7 @@ def parse_args(argv=None):
     flag = parser.add_argument
     sweep = partial(flag, nargs="+")
     flag("--seed", type=int, default=0, help="first seed of each setting")
-    flag("--num-seeds", type=count, default=1, help="runs (agents) of each setting")
+    flag("--num-seeds", type=count, default=1, help="runs of each setting")
     flag("--total-timesteps", type=count, default=1_000_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=10, help="progress lines, at most")
     flag("--num-rows", type=count, default=8, help="rows of the grid")

@@ -165,7 +165,7 @@ def noise_run(script, flags, env=None, **values):
 
 
 class Pole(CartPole):
-    """The cart starts halfway to the right end. A push to the left pays 10, one to the right 7."""
+    """The cart starts halfway to the right end. To push left pays 2, right costs 1."""
 
     def reset_env(self, key, params):
         _, state = super().reset_env(key, params)
@@ -174,7 +174,7 @@ class Pole(CartPole):
 
     def step_env(self, key, state, action, params):
         obs, state, _, terminated, info = super().step_env(key, state, action, params)
-        return obs, state, 10.0 - 3 * action, terminated, info
+        return obs, state, 2.0 - 3 * action, terminated, info
 
 
 # Not the defaults: a script must pass the parameters of its run. Some poles fall within LIMIT / 2
@@ -201,5 +201,5 @@ def play_in_gymnasium(obs, policy):
         action = policy(len(rewards), seen[-1])
         obs, fell = step_in_gymnasium(seen[-1], action)
         seen.append(obs)
-        rewards.append(10 - 3 * int(action))
+        rewards.append(2 - 3 * int(action))
     return seen, rewards

@@ -24,6 +24,12 @@ def test_commands_are_accepted(monkeypatch, tmp_path):
         load(script).parse_args(flags.replace("\\\n", " ").split())
 
 
+def test_the_table_has_the_length_of_each_script():
+    for script in SCRIPTS:
+        length = len((ROOT / script).read_text().splitlines())
+        assert re.search(rf"^\| `{script}` \| \d+, {length} \|", README, re.MULTILINE)
+
+
 def assert_solved(results):
     """In 100 greedy episodes, and nearly so in training, where some actions are random."""
     assert results["learned"]["greedy_return"].shape == (1, 100)

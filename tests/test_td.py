@@ -112,7 +112,7 @@ def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learni
             expected, fell = step_in_gymnasium(obs, action)
             close(next_obs, expected, rtol=1e-4, atol=1e-5)
             assert terminated == fell
-            assert reward == 10 - 3 * action
+            assert reward == 2 - 3 * action
 
 
 def test_an_episode_goes_on_from_its_next_observation_until_it_ends(learning):

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from conftest import ROOT
+from conftest import ROOT, TRIO
 from test_consistency import SOURCES, groups_of
 
 RECIPES = ROOT / "tests" / "recipes"
@@ -58,7 +58,10 @@ def main():
     if name not in SOURCES.get(script, {}):
         sys.exit(f"{script} defines no {name} (flags are copied within the trio only)")
     changed = copy(script, name)
-    print(f"{name} of {script} was copied to: {', '.join(changed) or 'nothing, all are the same'}")
+    print(f"{name} of {script} was copied to: {', '.join(changed) or 'no script'}")
+    if name.startswith("--"):
+        lacking = [other for other in TRIO if name not in SOURCES[other]]
+        print(f"without {name}, add it by hand: {', '.join(lacking) or 'none'}")
     broken = broken_recipes()
     for patch, target in broken:
         print(f"{patch.name} does not apply to {target}")
