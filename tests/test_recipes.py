@@ -24,30 +24,18 @@ import numpy as np
 import optax
 import pytest
 import test_probes
-from conftest import DECAY, GRID, PARALLEL, REINFORCE, REPLAY, ROOT, jit, load, one_run, watch
+from conftest import GRID, REINFORCE, ROOT, jit, load, one_run, watch
+from test_reinforce_parallel import forward
+from test_td import features
 
 RECIPES = ROOT / "tests" / "recipes"
+WIDTH = SimpleNamespace(sigma=0.5)  # of the features, by default
 FOLDER = tempfile.TemporaryDirectory()  # of the changed scripts
 TD = "--num-intervals 2 --total-timesteps 640 --eval-episodes 2"
 FLAGS = {
     GRID: "--num-intervals 2 --total-timesteps 4000",
     REINFORCE: "--num-intervals 2 --num-iterations 4 --num-envs 2 --eval-episodes 2",
 }
-# Combinations that are useful. Nothing is promised about others, or about another order.
-COMBINATIONS = [
-    (PARALLEL, "n_step_returns", "greedy_returns"),
-    (PARALLEL, "full_gradient", "greedy_returns"),
-    (PARALLEL, "semi_gradient_sarsa", "tile_coding"),
-    (PARALLEL, "semi_gradient_sarsa", "n_step_returns"),
-    (PARALLEL, "resume", "logger"),
-    (REPLAY, "double_q_learning", "resume"),
-    (DECAY, "dqn", "resume"),
-    (DECAY, "dqn", "greedy_returns"),
-    (GRID, "cliff", "sarsa"),
-    (GRID, "cliff", "expected_sarsa"),
-    (GRID, "cliff", "eligibility_traces"),
-    (GRID, "cliff", "monte_carlo"),
-]
 
 
 def scripts_of(recipe):
@@ -58,6 +46,13 @@ def scripts_of(recipe):
 
 PATCHES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 SINGLE = [(script, recipe) for recipe in PATCHES for script in scripts_of(recipe)]
+COMBINATIONS = []  # (script, recipe, recipe) in the rows of the index. Others are not promised.
+INDEX = (RECIPES / "README.md").read_text().replace("| grid world |", f"| `{GRID}` |")
+for script, first, second in re.findall(
+    r"^\| `(.+?)` \| (`.+?), then (.+?) \|", INDEX, re.MULTILINE
+):
+    pairs = itertools.product(re.findall(r"\w+(?=`)", first), re.findall(r"\w+(?=`)", second))
+    COMBINATIONS += [(script, *pair) for pair in pairs]
 
 
 @cache
@@ -117,12 +112,6 @@ def test_a_return_of_three_steps_ends_with_its_episode():
     assert targets(second).tolist() == [11, 20, 21, 40]
 
 
-def radial_basis(obs, centers):
-    """Features (B, F) of observations (B, 4) of the pole, with the default width."""
-    scaled = obs / np.array([2.4, 3.0, 0.2, 3.0])
-    return np.exp(-np.sum((scaled[:, :, None] - centers) ** 2, axis=1) / (2 * 0.5**2))
-
-
 def update(script, flags, monkeypatch, watched, **fields):
     """Make the first update, in which no pole falls, from a state with these fields.
 
@@ -142,7 +131,7 @@ def test_double_q_learning_takes_the_averaged_value_of_the_newest_best_action(mo
     fields = {"weights": jnp.array([[1.0], [0]]), "target_weights": jnp.array([[2.0], [5]])}
     fields["centers"] = jnp.zeros((4, 1))
     loss, _, _ = update(script, flags, monkeypatch, "td_loss", **fields)
-    phi = radial_basis(loss.batch.next_obs, np.zeros((4, 1)))[:, 0]
+    phi = features(WIDTH, np.zeros((4, 1)), loss.batch.next_obs)[:, 0]
     np.testing.assert_allclose(loss.targets, 1 + 0.99 * 2 * phi, rtol=1e-5)
 
 
@@ -156,7 +145,7 @@ def test_the_full_gradient_is_that_of_the_squared_td_error(monkeypatch):
     step, before, after = update(script, flags, monkeypatch, "vector_step", weights=weights)
     _, (batch, _) = step.out
     gradient = np.zeros((2, 3))
-    phi, next_phi = (radial_basis(x, before.centers) for x in (batch.obs, batch.next_obs))
+    phi, next_phi = (features(WIDTH, before.centers, x) for x in (batch.obs, batch.next_obs))
     for i, action in enumerate(batch.action):
         best = np.argmax(WEIGHTS @ next_phi[i])
         error = 1 + 0.99 * WEIGHTS[best] @ next_phi[i] - WEIGHTS[action] @ phi[i]
@@ -182,15 +171,10 @@ def test_semi_gradient_sarsa_learns_the_value_of_the_action_that_is_taken_next(m
     weights, flags = jnp.array(WEIGHTS), f"{flags} --epsilon 0.5"
     loss, state, after = update(script, flags, monkeypatch, "td_loss", weights=weights)
     taken_next = np.append(loss.batch.action[50:], after.action)  # 50 first steps, 50 second ones
-    next_q = radial_basis(loss.batch.next_obs, state.centers) @ WEIGHTS.T  # (B, A)
+    next_q = features(WIDTH, state.centers, loss.batch.next_obs) @ WEIGHTS.T  # (B, A)
     assert 10 < np.sum(taken_next != next_q.argmax(axis=1)) < 45  # a quarter
     expected = 1 + 0.99 * next_q[np.arange(100), taken_next]
     np.testing.assert_allclose(loss.targets, expected, rtol=1e-5)
-
-
-def network(params, obs):
-    """The network of reinforce_parallel.py in NumPy, for many observations."""
-    return np.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
 
 
 def test_an_actor_critic_learns_from_td_errors_of_one_step(monkeypatch):
@@ -202,18 +186,18 @@ def test_an_actor_critic_learns_from_td_errors_of_one_step(monkeypatch):
     jax.effects_barrier()
     pole, num_fell = gymnasium.make("CartPole-v1").unwrapped, 0
     for loss, after in itertools.pairwise(losses):
-        values = network(loss.params["value"], loss.obs)[:, 0]
+        values = forward(loss.params["value"], loss.obs)[:, 0]
         for i, action in enumerate(loss.action):
             pole.state, pole.steps_beyond_terminated = np.float64(loss.obs[i]), None
             next_obs, _, fell, _, _ = pole.step(int(action))
-            next_value = 0 if fell else network(loss.params["value"], next_obs)[0]
+            next_value = 0 if fell else forward(loss.params["value"], next_obs)[0]
             expected = 1 + 0.99 * next_value - values[i]
             assert loss.td_errors[i] == pytest.approx(expected, rel=1e-3)
             num_fell += fell
         # The derivative of v by its last bias is 1. That of log pi is 1 - pi for the action taken.
         v1, v0 = after.params["value"]["b1"], loss.params["value"]["b1"]
         assert v1 - v0 == pytest.approx(2 * rate * loss.td_errors.mean(), rel=1e-3)
-        pi = jax.nn.softmax(network(loss.params, loss.obs))
+        pi = jax.nn.softmax(forward(loss.params, loss.obs))
         expected = rate * np.mean(loss.td_errors[:, None] * (np.eye(2)[loss.action] - pi), axis=0)
         change = after.params["b1"] - loss.params["b1"]
         np.testing.assert_allclose(change, expected, rtol=1e-2, atol=1e-5)

@@ -1,6 +1,6 @@
-"""The race like for like: the same algorithm in different code, on CartPole-v1, on CPU cores.
+"""The race: algorithms of the same name in different code, on CartPole-v1, on CPU cores.
 
-    python tests/benchmark/race.py                             # all programs, about an hour
+    python tests/benchmark/race.py                             # all programs, up to two hours
     python tests/benchmark/race.py --only ours-ppo rejax-ppo   # two of them, the others as stored
     python tests/benchmark/race.py --agents 2 --fraction 0.1   # a trial with a tenth of each budget
 
@@ -9,13 +9,13 @@
   head) and dqn.patch. The functions `drive_*` contain all changes to the code.
 - Programs save weights while they train. Afterwards, `evaluate` plays all of them greedily, from
   the same start states. The seconds include no evaluation.
-- All have the same cores. JAX programs divide their agents over one device for each core. CleanRL
-  trains one agent in a process, and one process at a time is bound to each core.
+- Ours, rejax and PureJaxRL divide their agents over one device for each core. CleanRL trains one
+  agent in a process, and one process at a time is bound to each core.
 - *Starting* lasts from the command to the first step of training, with imports and compiling
   (CleanRL's dqn_jax.py compiles later). *Until 475* lasts from then to the first snapshot at which
   the median agent has a greedy return of 475. Programs that are one compiled loop have no clock
-  inside: their seconds are in proportion to their steps. Those of CleanRL are medians of processes
-  with one agent. *One agent* and *all agents* are whole commands.
+  inside: their seconds are in proportion to the steps with updates. Those of CleanRL are medians of
+  processes with one agent. *One agent* and *all agents* are whole commands.
 """
 
 import argparse
@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +37,7 @@ import numpy as np
 CORES = sorted(os.sched_getaffinity(0))
 SEED = 600_000  # of the first agent: no setting of ours was chosen on these seeds
 EPISODES = 20  # greedy episodes of each agent at each snapshot
+CLEANRL_AGENTS = 6  # at most: each takes minutes
 
 JAX = "jax==0.10.1 jaxlib==0.10.1 optax==0.2.8 flax==0.12.8 numpy==2.3.5"
 GYMNAX = f"{JAX} gymnax==0.0.9 distrax==0.1.9 six==1.17.0"
@@ -96,8 +96,11 @@ def drive_ours(args, algorithm):
     save(args, printed[1], curves["seconds"], curves["timesteps"].mean(axis=1), arrays)
 
 
-def train_over_cores(args, train, find_layers, first_step, interval):
-    """Compile and run train(key) for all agents, divided over the cores. Save the snapshots."""
+def train_over_cores(args, train, find_layers, first_step, interval, idle):
+    """Compile and run train(key) for all agents, divided over the cores. Save the snapshots.
+
+    The first `idle` steps make no update.
+    """
     import jax
 
     keys = jax.random.split(jax.random.PRNGKey(SEED), args.agents)
@@ -112,7 +115,8 @@ def train_over_cores(args, train, find_layers, first_step, interval):
     layers = find_layers(results)
     arrays = [np.swapaxes(layer[x], 0, 1) for layer in layers for x in ("kernel", "bias")]
     steps = first_step + interval * np.arange(len(arrays[0]))
-    save(args, began, seconds * steps / steps[-1], steps, arrays)
+    updating = np.maximum(steps - idle, 0)
+    save(args, began, seconds * updating / updating[-1], steps, arrays)
 
 
 def drive_rejax(args, algorithm):
@@ -133,7 +137,8 @@ def drive_rejax(args, algorithm):
     config["total_timesteps"] = round(config["total_timesteps"] * args.fraction)
     agent = rejax.get_algo(algorithm).create(**config)
     agent = agent.replace(eval_callback=layers)
-    train_over_cores(args, agent.train, lambda results: results[1], 0, config["eval_freq"])
+    idle, interval = config.get("fill_buffer", 0), config["eval_freq"]
+    train_over_cores(args, agent.train, lambda results: results[1], 0, interval, idle)
 
 
 def run_changed(args, changes, names):
@@ -169,7 +174,9 @@ def drive_purejaxrl(args, algorithm):
         config["TOTAL_TIMESTEPS"] *= args.fraction
         config["DEBUG"] = False  # it would print each episode
         train = make_train(config)
-        train_over_cores(args, train, lambda results: results["metrics"][1], interval, interval)
+        idle = config.get("LEARNING_STARTS", 0)
+        snapshots = lambda results: results["metrics"][1]  # noqa: E731
+        train_over_cores(args, train, snapshots, interval, interval, idle)
         return lambda key: None  # the program calls this
 
     loop = '_update_step, runner_state, None, config["NUM_UPDATES"]'
@@ -189,13 +196,13 @@ def drive_cleanrl(args, algorithm):
     begins = "    start_time = time.time()\n"
     if algorithm == "ppo":
         place = "        y_pred, y_true = b_values.cpu().numpy(), b_returns.cpu().numpy()\n"
-        condition = "iteration % 20 == 0 or iteration == args.num_iterations"
+        condition, step = "iteration % 20 == 0 or iteration == args.num_iterations", "global_step"
         arrays = "(x.detach().numpy().T for x in agent.actor.parameters())"
     else:
         place = "        # TRY NOT TO MODIFY: CRUCIAL step easy to overlook\n"
-        condition = "global_step % 10_000 == 9_999"
+        condition, step = "global_step % 10_000 == 9_999", "global_step + 1"  # it begins with 0
         arrays = '(x[y] for x in q_state.params["params"].values() for y in ("kernel", "bias"))'
-    call = f"        if {condition}:\n            snapshot(global_step, *{arrays})\n"
+    call = f"        if {condition}:\n            snapshot({step}, *{arrays})\n"
     changes = [(begins, f"{begins}    began.append(time.time())\n"), (place, call + place)]
     sys.argv = f"- --seed {args.seed} --total-timesteps {round(500_000 * args.fraction)}".split()
     run_changed(args, changes, {"began": began, "snapshot": snapshot})
@@ -243,65 +250,71 @@ def command(args, name, python, path, cores=CORES, **changes):
 
 
 def one_process_each(args, name, python):
-    """Train each agent in a process, one at a time on each core. Join what they saved."""
-    paths = [args.folder / f"{name}-{i}.npz" for i in range(args.agents)]
+    """Train each agent in a process, one at a time on each core. Join what they saved.
+
+    Also return the median seconds of a process.
+    """
+    paths = [args.folder / f"{name}-{i}.npz" for i in range(min(args.agents, CLEANRL_AGENTS))]
+    alone = []
 
     def train_on(number, core):
-        for i in range(number, args.agents, len(CORES)):
-            command(args, name, python, paths[i], [core], agents=1, seed=SEED + i)
+        for i in range(number, len(paths), len(CORES)):
+            alone.append(command(args, name, python, paths[i], [core], agents=1, seed=SEED + i))
 
     with ThreadPoolExecutor(len(CORES)) as pool:
         list(pool.map(train_on, range(len(CORES)), CORES))
     saved = {key: [np.load(path)[key] for path in paths] for key in np.load(paths[0])}
     for key, arrays in saved.items():
         saved[key] = np.concatenate(arrays, 1) if key in NAMES else np.median(arrays, 0)
-    return saved
+    return np.median(alone), saved
 
 
 def measure(args, name, path):
     """Train one agent with a program, then all. Store the snapshots and the seconds."""
     python = prepare(args, name)
     print("+", time.strftime("%H:%M:%S"), name, flush=True)
-    single, last = name.startswith("cleanrl"), args.folder / "last.npz"
-    alone = command(args, name, python, last, CORES[:1] if single else CORES, agents=1)
-    began = time.time()
-    if single:
-        saved = one_process_each(args, name, python)
+    began, last = time.time(), args.folder / "last.npz"
+    if name.startswith("cleanrl"):
+        alone, saved = one_process_each(args, name, python)
     else:
+        alone = command(args, name, python, last, agents=1)
+        began = time.time()
         command(args, name, python, last)
         saved = dict(np.load(last))
-    np.savez(path, alone=alone, together=time.time() - began, date=str(date.today()), **saved)
+    np.savez(path, alone=alone, together=time.time() - began, **saved)
 
 
-def evaluate(saved, activation):
-    """Mean returns (K, R) of greedy episodes of each agent at each snapshot."""
+def evaluate(saved, activation, epsilon=0.0):
+    """Mean returns (K, R) of an agent's episodes at each snapshot, with random actions or none."""
     import gymnax
     import jax
     import jax.numpy as jnp
 
     (env, env_params), function = gymnax.make("CartPole-v1"), getattr(jax.nn, activation)
 
-    def greedy_return(layers, key):
-        def step(carry, _):
+    def episode_return(layers, key):
+        def step(carry, keys):
             output, state, alive = carry  # the output of no layer is the observation
             for i in range(0, len(layers), 2):
                 output = (function(output) if i > 0 else output) @ layers[i] + layers[i + 1]
-            action = jnp.argmax(output)
+            explore = jax.random.bernoulli(keys[0], epsilon)
+            action = jnp.where(explore, jax.random.randint(keys[1], (), 0, 2), jnp.argmax(output))
             obs, state, reward, terminated, truncated, _ = env.step(key, state, action, env_params)
             return (obs, state, alive & ~(terminated | truncated)), jnp.where(alive, reward, 0.0)
 
         obs, state = env.reset(key, env_params)
-        _, rewards = jax.lax.scan(step, (obs, state, True), length=500)  # the time limit
+        keys = jax.random.split(key, (500, 2))  # the time limit
+        _, rewards = jax.lax.scan(step, (obs, state, True), keys)
         return jnp.sum(rewards)
 
     keys = jax.random.split(jax.random.key(SEED), EPISODES)
-    play = jax.jit(jax.vmap(jax.vmap(greedy_return, in_axes=(None, 0)), in_axes=(0, None)))
+    play = jax.jit(jax.vmap(jax.vmap(episode_return, in_axes=(None, 0)), in_axes=(0, None)))
     layers = [saved[name] for name in NAMES if name in saved]
     returns = [play([array[k] for array in layers], keys) for k in range(len(layers[0]))]
     return np.stack(returns).mean(axis=2)
 
 
-HEAD = "program|starting|until 475|its steps|passed|training|steps|one agent|all|date".split("|")
+HEAD = "program|starting|until 475|its steps|passed|with 5 % random|training|steps|one agent|all"
 
 
 def row(name, path):
@@ -313,9 +326,12 @@ def row(name, path):
     reached = np.flatnonzero(np.median(returns, axis=1) >= 475)
     if len(reached):
         cells[1:] = [f"{seconds[reached[0]]:.1f}", f"{steps[reached[0]]:,.0f}"]
-    cells += [f"{np.sum(returns[-1] >= 475)} of {len(returns[-1])}", f"{seconds[-1]:.1f}"]
-    cells += [f"{steps[-1]:,.0f}", f"{saved['alone']:.1f}", f"{saved['together']:.1f}"]
-    return [f"{name}: `{PROGRAMS[name][0]}`", *cells, str(saved["date"])]
+    last = {key: saved[key][-1:] for key in NAMES if key in saved}
+    for final in returns[-1], evaluate(last, PROGRAMS[name][1], epsilon=0.05)[0]:
+        cells.append(f"{np.sum(final >= 475)} of {len(final)}")
+    cells += [f"{seconds[-1]:.1f}", f"{steps[-1]:,.0f}"]
+    cells += [f"{saved['alone']:.1f}", f"{saved['together']:.1f}"]
+    return [f"{name}: `{PROGRAMS[name][0]}`", *cells]
 
 
 def main():
@@ -323,7 +339,7 @@ def main():
     parser = argparse.ArgumentParser()
     flag = parser.add_argument
     flag("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME")
-    flag("--agents", type=int, default=20)
+    flag("--agents", type=int, default=20, help="1, or a multiple of the number of cores")
     flag("--fraction", type=float, default=1.0, help="of the budget of each program, for a trial")
     flag("--folder", type=lambda x: Path(x).resolve(), default=f"{tempfile.gettempdir()}/race")
     flag("--mirror", help="take OWNER+NAME/repo of this folder instead of GitHub's OWNER/NAME")
@@ -339,7 +355,9 @@ def main():
     paths = {x: args.folder / f"{x}-{args.agents}-{args.fraction}.npz" for x in PROGRAMS}
     for name in args.only:
         measure(args, name, paths[name])
-    print(table(HEAD, [row(name, path) for name, path in paths.items() if path.exists()]))
+    print(
+        table(HEAD.split("|"), [row(name, path) for name, path in paths.items() if path.exists()])
+    )
     print(*map(str, PEERS.values()), sep="\n", flush=True)
     subprocess.check_call(["git", "-C", Path(__file__).parent, "log", "-1", "--format=ours: %h"])
     print(*(f"{name}=={version(name)}" for name in ("jax", "optax", "gymnax")))
