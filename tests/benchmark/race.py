@@ -11,11 +11,7 @@
   the same start states. The seconds include no evaluation.
 - Ours, rejax and PureJaxRL divide their agents over one device for each core. CleanRL trains one
   agent in a process, and one process at a time is bound to each core.
-- *Starting* lasts from the command to the first step of training, with imports and compiling
-  (CleanRL's dqn_jax.py compiles later). *Until 475* lasts from then to the first snapshot at which
-  the median agent has a greedy return of 475. Programs that are one compiled loop have no clock
-  inside: their seconds are in proportion to the steps with updates. Those of CleanRL are medians of
-  processes with one agent. *One agent* and *all agents* are whole commands.
+- README.md beside this file says what each column means.
 """
 
 import argparse
@@ -38,7 +34,6 @@ CORES = sorted(os.sched_getaffinity(0))
 SEED = 600_000  # of the first agent: no setting of ours was chosen on these seeds
 EPISODES = 20  # greedy episodes of each agent at each snapshot
 CLEANRL_AGENTS = 6  # at most: each takes minutes
-
 JAX = "jax==0.10.1 jaxlib==0.10.1 optax==0.2.8 flax==0.12.8 numpy==2.3.5"
 GYMNAX = f"{JAX} gymnax==0.0.9 distrax==0.1.9 six==1.17.0"
 TORCH = f"{JAX} torch==2.13.0 gymnasium==0.29.1 tyro==1.0.17 tensorboard==2.21.0"
@@ -47,8 +42,7 @@ PEERS = {  # name on GitHub, commit, folders of it, packages
     "purejaxrl": ("luchris429/purejaxrl", "31756b1", "purejaxrl", f"{GYMNAX} flashbax==0.1.3"),
     "cleanrl": ("vwxyzjn/cleanrl", "fe8d8a0", "cleanrl cleanrl_utils", TORCH),
 }
-# The file of each program, and the activation of its network.
-PROGRAMS = {
+PROGRAMS = {  # file, activation of the network
     "ours-ppo": ("reinforce_parallel.py", "tanh"),
     "rejax-ppo": ("src/rejax/algos/ppo.py", "tanh"),
     "purejaxrl-ppo": ("purejaxrl/ppo.py", "tanh"),
@@ -97,10 +91,7 @@ def drive_ours(args, algorithm):
 
 
 def train_over_cores(args, train, find_layers, first_step, interval, idle):
-    """Compile and run train(key) for all agents, divided over the cores. Save the snapshots.
-
-    The first `idle` steps make no update.
-    """
+    """Compile and run train(key) for all agents. The first `idle` steps make no update."""
     import jax
 
     keys = jax.random.split(jax.random.PRNGKey(SEED), args.agents)
@@ -161,7 +152,8 @@ def drive_purejaxrl(args, algorithm):
     for name in "wandb navix brax brax.envs brax.envs.wrappers brax.envs.wrappers.training".split():
         sys.modules[name] = MagicMock()
     jax.tree_map = jax.tree.map  # its name in jax 0.10
-    updates, interval = (16, 16 * 512) if algorithm == "ppo" else (1000, 10_000)  # of a part
+    # Updates and steps of a part, and the first steps, which make no update.
+    updates, interval, idle = (16, 16 * 512, 0) if algorithm == "ppo" else (1000, 10_000, 10_000)
 
     def parts(update, state, config):
         def part(state, _):
@@ -174,9 +166,7 @@ def drive_purejaxrl(args, algorithm):
         config["TOTAL_TIMESTEPS"] *= args.fraction
         config["DEBUG"] = False  # it would print each episode
         train = make_train(config)
-        idle = config.get("LEARNING_STARTS", 0)
-        snapshots = lambda results: results["metrics"][1]  # noqa: E731
-        train_over_cores(args, train, snapshots, interval, interval, idle)
+        train_over_cores(args, train, lambda x: x["metrics"][1], interval, interval, idle)
         return lambda key: None  # the program calls this
 
     loop = '_update_step, runner_state, None, config["NUM_UPDATES"]'
@@ -222,8 +212,7 @@ def prepare(args, name):
     folder = args.folder / project
     code, python, ready = folder / "code", folder / "venv" / "bin" / "python", folder / "ready"
     if not ready.exists():
-        mirror = args.mirror and f"{args.mirror}/{repository.replace('/', '+')}/repo"
-        address = mirror or f"https://github.com/{repository}"
+        address = f"https://github.com/{repository}"
         run = subprocess.check_call
         run([sys.executable, "-m", "venv", folder / "venv"])
         run([python, "-m", "pip", "install", "--quiet", *packages.split()])
@@ -250,10 +239,7 @@ def command(args, name, python, path, cores=CORES, **changes):
 
 
 def one_process_each(args, name, python):
-    """Train each agent in a process, one at a time on each core. Join what they saved.
-
-    Also return the median seconds of a process.
-    """
+    """Train each agent in a process of a core. Return their median seconds, and all snapshots."""
     paths = [args.folder / f"{name}-{i}.npz" for i in range(min(args.agents, CLEANRL_AGENTS))]
     alone = []
 
@@ -320,8 +306,8 @@ HEAD = "program|starting|until 475|its steps|passed|with 5 % random|training|ste
 def row(name, path):
     """Format the results of a program, in the columns of HEAD."""
     saved = dict(np.load(path))
-    returns = evaluate(saved, PROGRAMS[name][1])  # (K, R)
     seconds, steps = saved["seconds"], saved["steps"]  # (K,)
+    returns = evaluate(saved, PROGRAMS[name][1])  # (K, R)
     cells = [f"{saved['starting']:.1f}", "never", "never"]
     reached = np.flatnonzero(np.median(returns, axis=1) >= 475)
     if len(reached):
@@ -329,9 +315,8 @@ def row(name, path):
     last = {key: saved[key][-1:] for key in NAMES if key in saved}
     for final in returns[-1], evaluate(last, PROGRAMS[name][1], epsilon=0.05)[0]:
         cells.append(f"{np.sum(final >= 475)} of {len(final)}")
-    cells += [f"{seconds[-1]:.1f}", f"{steps[-1]:,.0f}"]
-    cells += [f"{saved['alone']:.1f}", f"{saved['together']:.1f}"]
-    return [f"{name}: `{PROGRAMS[name][0]}`", *cells]
+    cells += [f"{seconds[-1]:.1f}", f"{steps[-1]:,.0f}", f"{saved['alone']:.1f}"]
+    return [f"{name}: `{PROGRAMS[name][0]}`", *cells, f"{saved['together']:.1f}"]
 
 
 def main():
@@ -342,7 +327,6 @@ def main():
     flag("--agents", type=int, default=20, help="1, or a multiple of the number of cores")
     flag("--fraction", type=float, default=1.0, help="of the budget of each program, for a trial")
     flag("--folder", type=lambda x: Path(x).resolve(), default=f"{tempfile.gettempdir()}/race")
-    flag("--mirror", help="take OWNER+NAME/repo of this folder instead of GitHub's OWNER/NAME")
     for name, kind in ("drive", str), ("save", str), ("seed", int), ("entered", float):
         flag(f"--{name}", type=kind, help=argparse.SUPPRESS)  # only `command` uses them
     args = parser.parse_args()
@@ -355,13 +339,11 @@ def main():
     paths = {x: args.folder / f"{x}-{args.agents}-{args.fraction}.npz" for x in PROGRAMS}
     for name in args.only:
         measure(args, name, paths[name])
-    print(
-        table(HEAD.split("|"), [row(name, path) for name, path in paths.items() if path.exists()])
-    )
-    print(*map(str, PEERS.values()), sep="\n", flush=True)
+    rows = [row(name, path) for name, path in paths.items() if path.exists()]
+    print(table(HEAD.split("|"), rows), flush=True)
     subprocess.check_call(["git", "-C", Path(__file__).parent, "log", "-1", "--format=ours: %h"])
-    print(*(f"{name}=={version(name)}" for name in ("jax", "optax", "gymnax")))
-    print(len(CORES), "cores,", *re.findall(r"model name.*", Path("/proc/cpuinfo").read_text())[:1])
+    [model] = set(re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()))
+    print(len(CORES), "cores,", model, "jax", version("jax"))
 
 
 if __name__ == "__main__":
