@@ -129,10 +129,19 @@ class Memory(Later):
 
 
 class Endless(Constant):
-    """Rewards of 1 without an end, cut off by a time limit. Does the value count what follows?"""
+    """A reward of 1 in all steps but the first, cut off by a time limit. Does what follows count?
+
+    Not the next episode, whose first observation is another one.
+    """
 
     num_steps = 1000
     default_params = environment.EnvParams(max_steps_in_episode=3)
+
+    def see(self, state):
+        return jnp.array([state.time > 0], float)
+
+    def reward(self, state, action):
+        return jnp.where(state.time > 0, 1.0, 0.0)
 
 
 class Aim(Light):
@@ -157,7 +166,7 @@ VALUES = {
     Choice: {0: (-1, 0, 1)},
     Match: {-1: (1, -1), 1: (-1, 1)},
     Memory: {0: (-GAMMA, GAMMA), -1: (-1, -1), 1: (1, 1)},
-    Endless: {0: (1 / (1 - GAMMA), 1 / (1 - GAMMA))},
+    Endless: {0: (1, 1), 1: (2, 2)},  # 2 = 1 / (1 - GAMMA)
 }
 
 
