@@ -16,8 +16,8 @@ Traps:
   dimensions, centers are nearer, and a smaller --sigma tells states apart: 0.2 for the two
   here. For one, begin with 0.1.
 - Scale rewards to about 1, or raise --learning-rate with them: Adam's steps do not depend on the
-  size of rewards. CartPole-v1 with rewards of 100 gets 277 to 377 steps instead of 500, and 500
-  again with a rate of 1.
+  size of rewards. If a step costs 100 instead of 1, the runs above need 77 steps on average instead
+  of 11. With --learning-rate 10 as well, they need 10 again.
 - Register a function (a lambda), not the class: if you edit the class in a notebook, a registered
   class silently stays the old one. Register in a cell of its own, since a name can be registered
   only once.
