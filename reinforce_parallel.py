@@ -112,7 +112,7 @@ def parse_args(argv=None):
     time_limit = int(gymnax.make(args.env_id)[1].max_steps_in_episode)
     if args.num_iterations * args.num_envs * time_limit > 2**30:
         parser.error(f"--num-iterations * --num-envs * {time_limit} steps must not exceed 2**30")
-    args.num_updates = args.num_iterations
+    args.num_updates = args.num_iterations  # one update each
     # All intervals are equally long. In the last, updates beyond num_updates have a rate of 0.
     args.interval_updates = math.ceil(args.num_updates / args.num_intervals)
     args.num_intervals = math.ceil(args.num_updates / args.interval_updates)
