@@ -42,9 +42,9 @@ SMALL = {
 }
 
 
-def small_run(name, flags="", **values):
+def small_run(name, flags="", run_of=pole_run, **values):
     """A short run: on the pole of conftest.py, or in the grid."""
-    run_of = one_run if name == GRID else pole_run
+    run_of = one_run if name == GRID else run_of
     return run_of(load(name), f"{SMALL[name]} {flags}", **values)
 
 
@@ -84,7 +84,7 @@ def test_a_run_is_the_same_alone_and_beside_others(name):
     script = load(name)
 
     def line(seed):
-        run = small_run(name, seed=seed)
+        run = small_run(name, run_of=noise_run, seed=seed)
         return script.train_interval(run, script.init_state(run))[1]
 
     beside, alone = jax.jit(jax.vmap(line))(jnp.arange(3)), jax.jit(line)(2)
@@ -175,7 +175,7 @@ def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
     """
     script, learned = load(name), []
     for num_intervals, rounded in (7, 7), (20, 17):
-        run = small_run(name, f"{FIFTY[name]} --num-intervals {num_intervals}")
+        run = small_run(name, f"{FIFTY[name]} --num-intervals {num_intervals}", noise_run)
         assert run.num_intervals == rounded
         state, _ = train(script, run, jit(script.init_state, run)())
         [part] = {"weights", "params", "q_table"} & set(state._fields)

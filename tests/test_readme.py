@@ -10,7 +10,7 @@ import pytest
 from conftest import DECAY, PARALLEL, REINFORCE, REPLAY, ROOT, SCRIPTS, load
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^python (\w+\.py)([^$\n]*)$", README, re.MULTILINE)  # no variables
+COMMANDS = re.findall(r"^python (\w+\.py)((?:\\\n|[^$\n])*)$", README, re.MULTILINE)  # no variables
 
 
 def test_commands_are_accepted(monkeypatch, tmp_path):
@@ -27,7 +27,7 @@ def test_commands_are_accepted(monkeypatch, tmp_path):
 def test_the_table_has_the_length_of_each_script():
     for script in SCRIPTS:
         length = len((ROOT / script).read_text().splitlines())
-        assert re.search(rf"^\| \[`{script}`.*\| {length} \|$", README, re.MULTILINE)
+        assert re.search(rf"^\| \[`{script}`.* / {length} \|$", README, re.MULTILINE)
 
 
 def assert_solved(results):
@@ -43,10 +43,11 @@ def test_a_default_run_solves_the_task(script):
 
 
 def test_saved_weights_balance_the_pole_of_gymnasium(monkeypatch, tmp_path):
-    """One run with default flags. It acts by README's lines of NumPy."""
+    """One run with default flags. It acts by the lines of NumPy in the recipes' README.md."""
     monkeypatch.chdir(tmp_path)
     assert_solved(load(PARALLEL).main("--seed 100 --save learned.npz".split()))
-    code = re.search(r"```python\n(import numpy.*?)```", README, re.DOTALL)[1]
+    recipes = (ROOT / "tests" / "recipes" / "README.md").read_text()
+    code = re.search(r"```python\n(import numpy.*?)```", recipes, re.DOTALL)[1]
     env, steps, over = gymnasium.make("CartPole-v1"), 0, False
     obs, _ = env.reset(seed=0)
     while not over:

@@ -24,8 +24,8 @@ COMMANDS = {
     "replay_td.py": f"{TD} --plot curve.pdf",
     "epsilon_decay_td.py": f"{TD} --plot curve.png",
     "gridworld_qlearning.py": "--total-timesteps 6000 --plot grid.pdf",
-    "reinforce_parallel.py": "--num-envs 2 --num-iterations 5 --eval-episodes 2"
-    " --plot curve.svg --gif episode.gif",
+    "reinforce_parallel.py": "--env-id Catch-bsuite --num-envs 2 --num-iterations 5"
+    " --eval-episodes 2 --plot curve.svg --gif episode.gif",
     "mountaincar_env.py": "--num-envs 3 --num-episodes 7",
 }
 SWEEP = "--num-seeds 2 --gamma 0.5 0.75 --num-intervals 3"  # four runs

@@ -1,13 +1,13 @@
-"""Measure what README.md and the page beside this file say.
+"""Measure what README.md and the pages beside this file say.
 
     python tests/benchmark/benchmark.py seconds ablations    # or other sections
     JOBS=5 python tests/benchmark/benchmark.py lesson        # five commands at once, on a GPU
 
 The sections are `lesson`, `learning`, `ablations`, `padding`, `tasks`, `seconds` and `recipes`. On
 two cores, `learning` takes about an hour and a half, `tasks` one, and the others half of one or
-less. A section draws its pictures, and replaces its table in README.md of this folder, from a mark
-to the line that says when it was measured. What stands around it is written by hand: read it again
-after a section has run.
+less. A section draws its pictures, and replaces its table in the page that has its mark, up to the
+line that says when it was measured. What stands around it is written by hand: read it again after a
+section has run.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
 PICTURES, RECIPES = ROOT / ".pictures", ROOT / "tests" / "recipes"
-PAGE = Path(__file__).with_name("README.md")
+PAGES = [Path(__file__).with_name(name) for name in ("README.md", "MORE.md")]
 PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
 CARTPOLE = [*TRIO, REINFORCE]
@@ -356,7 +356,7 @@ def recipes():
 
 
 def write(name, text):
-    """Put the table of a section between its marks in the page, and say when and where."""
+    """Put the table of a section below its mark, and say when and where it was measured."""
     git = ["git", "-C", ROOT]
     commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
     paths = ":(glob)*.py", "tests/recipes"
@@ -368,9 +368,10 @@ def write(name, text):
     machine = f"{devices}, Python {platform.python_version()}, {packages}"
     stamp = f"Measured on {date.today()}, commit {commit}: {machine}.\n"
     mark = f"<!-- {name} -->\n"
-    before, rest = PAGE.read_text().split(mark)
+    [page] = [page for page in PAGES if mark in page.read_text()]
+    before, rest = page.read_text().split(mark)
     _, after = re.split(r"^Measured on .*\n", rest, maxsplit=1, flags=re.MULTILINE)
-    PAGE.write_text(f"{before}{mark}{text}\n{stamp}{after}")
+    page.write_text(f"{before}{mark}{text}\n{stamp}{after}")
 
 
 def main():
