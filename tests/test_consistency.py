@@ -94,10 +94,6 @@ def test_what_the_table_calls_different_is_different():
         assert len(set(texts)) == len(texts) > 1, f"two groups of {name} agree: join them"
 
 
-def test_no_default_differs_within_the_trio():
-    assert not [name for name in DIFFERENT if name.startswith("--")]
-
-
 def pins(text):
     """What a text pins, as name==version, without extras such as [visualize]."""
     return set(re.findall(r"\w+==[\d.]+", re.sub(r"\[\w+\]", "", text)))

@@ -4,8 +4,6 @@ No random key is used twice, as jax's own checker sees it (it sees more since ja
 refuses keys[i] in a while_loop. Split a key in the loop there, and carry it.
 """
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +32,9 @@ from conftest import (
 
 TD = "--num-intervals 1 --num-envs 4 --total-timesteps 100 --num-centers 9"
 SMALL = {
-    PARALLEL: TD,
-    REPLAY: f"{TD} --buffer-size 5000",
-    DECAY: f"{TD} --buffer-size 5000",
+    PARALLEL: f"{TD} --epsilon 0.6",
+    REPLAY: f"{TD} --epsilon 0.6 --buffer-size 5000",
+    DECAY: f"{TD} --start-e 0.6 --end-e 0.6 --buffer-size 5000",
     GRID: "--num-intervals 1 --total-timesteps 100",
     REINFORCE: "--num-intervals 1 --num-envs 4 --num-iterations 2 --hidden-size 8",
 }
@@ -92,48 +90,31 @@ def test_a_run_is_the_same_alone_and_beside_others(name):
         np.testing.assert_allclose(many[2], one, rtol=1e-3, atol=1e-4)  # other roundings
 
 
-EPSILON = {
-    PARALLEL: {"epsilon": 0.6},
-    REPLAY: {"epsilon": 0.6},
-    DECAY: {"start_e": 0.6, "end_e": 0.6},
-    REINFORCE: {},
-}
-
-
 def noisy_run(name, num_envs, seed):
     """A run that learns nothing, of 50 steps of each environment (in REINFORCE, ten episodes)."""
     few = "--num-iterations 10" if name == REINFORCE else f"--total-timesteps {50 * num_envs}"
     flags = f"{SMALL[name]} --num-envs {num_envs} --eval-episodes 4 {few}"
-    return noise_run(load(name), flags, seed=seed, learning_rate=0.0, **EPSILON[name])
+    return noise_run(load(name), flags, seed=seed, learning_rate=0.0)
 
 
-@pytest.fixture(scope="module", params=[*TRIO, REINFORCE])
-def noise(request):
-    """What two runs see and are paid where each observation is a random number."""
-    script, patch = load(request.param), pytest.MonkeyPatch()
-    starts = watch(patch, Noise, "reset_env", "params", ordered=False)
-    steps = watch(patch, Noise, "step_env", "params", ordered=False)
+@pytest.mark.parametrize("name", [*TRIO, REINFORCE])
+def test_environments_never_get_the_same_random_numbers_twice(name, monkeypatch):
+    """Neither in other steps, environments, updates or runs, nor in evaluation."""
+    script = load(name)
+    starts = watch(monkeypatch, Noise, "reset_env", "params", ordered=False)
+    steps = watch(monkeypatch, Noise, "step_env", "params", ordered=False)
 
     @jax.jit
     def train_and_evaluate(seed):
-        run = noisy_run(request.param, 5, seed)
+        run = noisy_run(name, 5, seed)
         state, line = script.train_interval(run, script.init_state(run))
         return line["returns"], script.evaluate(run, state)["greedy_return"]
 
     returns = [np.hstack(train_and_evaluate(seed)) for seed in (1, 2)]
     jax.effects_barrier()
-    patch.undo()
-    return SimpleNamespace(returns=returns, seen=[record.out[0] for record in starts + steps])
-
-
-def test_environments_never_get_the_same_random_numbers_twice(noise):
-    """Neither in other steps, environments, updates or runs, nor in evaluation."""
-    assert len(np.unique(noise.seen, axis=0)) == len(noise.seen) > 2 * (50 * 5 + 4 * 5)
-
-
-def test_episodes_that_only_the_time_limit_ends_pay_for_each_of_its_steps(noise):
-    """In training and in evaluation."""
-    assert np.all(np.equal(noise.returns, Noise.default_params.max_steps_in_episode))
+    seen = [record.out[0] for record in starts + steps]
+    assert len(np.unique(seen, axis=0)) == len(seen) > 2 * (50 * 5 + 4 * 5)
+    assert np.all(np.equal(returns, Noise.default_params.max_steps_in_episode))  # 1 in each step
 
 
 @pytest.mark.parametrize("name", [*TRIO, REINFORCE])
@@ -169,12 +150,12 @@ FIFTY |= {REINFORCE: "--num-iterations 50", GRID: "--total-timesteps 49500"}
 
 @pytest.mark.parametrize("name", LEARNERS)
 def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
-    """Fifty updates are asked for. 7 times 8 or 17 times 3 are made, the last ones without effect.
+    """Fifty updates are asked for. In 17 intervals, 51 are made, and the last one has no effect.
 
     So the schedule of the learning rate ends with the fiftieth.
     """
     script, learned = load(name), []
-    for num_intervals, rounded in (7, 7), (20, 17):
+    for num_intervals, rounded in (1000, 50), (20, 17):
         run = small_run(name, f"{FIFTY[name]} --num-intervals {num_intervals}", noise_run)
         assert run.num_intervals == rounded
         state, _ = train(script, run, jit(script.init_state, run)())

@@ -40,10 +40,6 @@ close, equal = np.testing.assert_allclose, np.testing.assert_array_equal
 SCALE = [2.4, 3.0, 0.2, 3.0]  # of CartPole-v1
 
 
-def with_weights(state, weights):
-    return state._replace(weights=jnp.float32(weights))
-
-
 def watch_losses(patch, script):
     return watch(patch, script, TD_LOSS, "centers weights batch targets")
 
@@ -73,7 +69,7 @@ def learning(request):
     steps, updates = watch(patch, script, VECTOR_STEP), watch_losses(patch, script)
     # With weights of 0, a gradient through the targets would be 0, and not be noticed.
     weights = np.random.default_rng(0).normal(size=(2, 9))
-    first = with_weights(jit(script.init_state, run)(), weights)
+    first = jit(script.init_state, run)()._replace(weights=jnp.float32(weights))
     last, lines = train(script, run, first)
     patch.undo()
     transitions = [step.out[1][0] for step in steps]  # of the state, and (transitions, info)
@@ -122,12 +118,8 @@ def test_an_episode_goes_on_from_its_next_observation_until_it_ends(learning):
         starts += [*following.obs[ended]]
     # Gymnasium's poles start within 0.05 of 0, and these halfway to the end of their track.
     assert np.all(np.abs(starts - np.array([0.15, 0, 0, 0])) <= 0.05)
-
-
-def test_the_record_has_episodes_that_fall_and_episodes_that_reach_the_limit(learning):
-    """Else the tests around this one would prove less than they say."""
-    terminated = np.array([step.terminated for step in learning.transitions])
-    assert set(terminated[np.array(learning.ended)].tolist()) == {True, False}
+    terminated = np.array([step.terminated for step in steps])
+    assert set(terminated[np.array(learning.ended)].tolist()) == {True, False}  # both ends
 
 
 @pytest.mark.parametrize("learning", [PARALLEL], indirect=True)
@@ -169,17 +161,10 @@ def errors_of(learning, update):
     return update.targets - values, values
 
 
-def test_the_loss_is_half_the_mean_squared_error(learning):
-    for update in learning.updates:
-        loss, _ = update.out
-        errors, _ = errors_of(learning, update)
-        close(loss, np.mean(errors**2) / 2, rtol=1e-4)
-
-
 def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
-    """It falls to 0 in as many updates as are asked for. The gradient is that of the values alone.
+    """It falls to 0 in as many updates as are asked for. The loss is half the mean squared error.
 
-    The targets have none, and the centers stay.
+    Its gradient is that of the values alone: the targets have none, and the centers stay.
     """
     asked_for = 11 if learning.on_line else 39
     adam = optax.adam(lambda count: 0.3 * jnp.maximum(0, 1 - count / asked_for))
@@ -191,6 +176,7 @@ def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
         gradient = np.zeros((2, 9))
         for b in range(len(errors)):
             gradient[update.batch.action[b]] -= errors[b] * phi[b] / len(errors)
+        close(update.out[0], np.mean(errors**2) / 2, rtol=1e-4)
         step, moments = update_of(gradient, moments)
         close(after, update.weights + step, atol=1e-5)
     equal(learning.last.centers, learning.first.centers)
@@ -214,20 +200,13 @@ def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learni
         close(line["returns"], np.mean(returns), rtol=1e-5)
 
 
-@pytest.fixture(scope="module", params=TRIO)
-def beginnings(request):
-    """The states in which two runs begin."""
-    script = load(request.param)
-    return [jit(script.init_state, one_run(script, seed=seed))() for seed in (1, 2)]
-
-
-def test_a_run_starts_with_weights_of_0(beginnings):
-    for state in beginnings:
+@pytest.mark.parametrize("name", TRIO[:2])
+def test_weights_start_at_0_and_centers_are_spread_over_a_cube_in_each_run_in_another_way(name):
+    script = load(name)
+    states = [jit(script.init_state, one_run(script, seed=seed))() for seed in (1, 2)]
+    for state in states:
         assert not state.weights.any() and not getattr(state, "target_weights", state.weights).any()
-
-
-def test_centers_are_evenly_spread_over_a_cube_in_each_run_in_another_way(beginnings):
-    centers = np.concatenate([state.centers for state in beginnings])  # (2 * 4, 500)
+    centers = np.concatenate([state.centers for state in states])  # (2 * 4, 500)
     for coordinates in centers:
         assert kstest(coordinates, "uniform", args=(-1, 2)).pvalue > 1e-6
     assert -1 <= centers.min() < -0.99 and 0.99 < centers.max() <= 1
@@ -236,42 +215,35 @@ def test_centers_are_evenly_spread_over_a_cube_in_each_run_in_another_way(beginn
 
 @pytest.mark.parametrize("name", TRIO[1:])
 def test_batches_are_drawn_evenly_from_the_last_ten_transitions(name, monkeypatch):
-    """Four transitions a step: after three steps, the oldest ones are overwritten."""
+    """Four transitions a step, so the oldest are overwritten. Also near the last step of all.
+
+    There, the places in the buffer begin anew, and three steps later all are overwritten.
+    """
     script = load(name)
     flags = "--num-envs 4 --buffer-size 10 --batch-size 20000 --num-centers 3"
     updates = watch_losses(monkeypatch, script)
     run = pole_run(script, flags, learning_rate=0.0)
     state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
     began = []  # the observations in which the transitions so far began, which no two share
-    for _ in range(7):
+    for i in range(12):
+        if i == 7:
+            state = state._replace(timesteps=jnp.array(2**31 - 22))
         began += [obs.tobytes() for obs in np.asarray(state.obs)]
         state, _ = train_step(state, None)
         jax.effects_barrier()
         times = collections.Counter(obs.tobytes() for obs in updates[-1].batch.obs)
-        assert times.keys() == set(began[-10:])
+        if i not in (7, 8):
+            assert times.keys() == set(began[-10:])
         expected = 20000 / len(times)
         assert all(abs(number - expected) < 5 * expected**0.5 for number in times.values())
+    assert state.timesteps == 2**31 - 2
 
 
 @pytest.mark.parametrize("name", TRIO[1:])
-def test_the_buffer_keeps_the_last_transitions_also_near_the_largest_number_of_steps(name):
-    script = load(name)
-    run = pole_run(script, "--num-envs 4 --buffer-size 10 --num-centers 3")
-    state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
-    state = state._replace(timesteps=jnp.array(2**31 - 22))
-    began = []
-    for _ in range(5):
-        began += [*np.asarray(state.obs)]
-        state, _ = train_step(state, None)
-    assert state.timesteps == 2**31 - 2
-    equal(np.unique(state.buffer.obs, axis=0), np.unique(began[-10:], axis=0))
-
-
-@pytest.fixture(scope="module", params=TRIO[1:])
-def places(request):
-    """Where two updates of two runs drew their batches of 5,000 in a large full buffer."""
-    script, patch, size = load(request.param), pytest.MonkeyPatch(), 200_000
-    updates = watch_losses(patch, script)
+def test_each_update_of_each_run_draws_another_batch_from_all_places(name, monkeypatch):
+    """Two updates of two runs, with batches of 5,000 from a large full buffer."""
+    script, size = load(name), 200_000
+    updates = watch_losses(monkeypatch, script)
     for seed in (1, 2):
         flags = f"--buffer-size {size} --batch-size 5000 --num-centers 3"
         run = one_run(script, flags, seed=seed)
@@ -281,42 +253,28 @@ def places(request):
         for _ in range(2):
             state, _ = train_step(state, None)
     jax.effects_barrier()
-    patch.undo()
-    return [update.batch.obs[:, 0] / size for update in updates]
-
-
-def test_batches_are_drawn_from_all_places_of_a_large_buffer(places):
+    places = [update.batch.obs[:, 0] / size for update in updates]
     for drawn in places:
         assert kstest(drawn, "uniform").pvalue > 1e-6
-
-
-def test_each_update_of_each_run_draws_another_batch(places):
     assert np.all(np.abs(np.corrcoef(places) - np.eye(4)) < 5 / np.sqrt(5000))
-
-
-@pytest.mark.parametrize(("start_e", "end_e"), [(0.8, 0.15), (0.1, 0.4)])
-def test_epsilon_falls_by_a_factor_in_each_vector_step_but_not_below_its_end(start_e, end_e):
-    script = load(DECAY)
-    run = one_run(script, start_e=start_e, end_e=end_e, epsilon_decay=0.5)
-    epsilons = [script.exploration_rate(run, t) for t in range(4)]
-    close(epsilons, [0.8, 0.4, 0.2, 0.15] if start_e > end_e else [0.4] * 4)
 
 
 EPSILONS = [
     (PARALLEL, {"epsilon": 0.6}, [0.6, 0.6]),
     (DECAY, {"start_e": 0.8, "end_e": 0.15, "epsilon_decay": 0.5}, [0.8, 0.4, 0.2, 0.15]),
+    (DECAY, {"start_e": 0.1, "end_e": 0.4, "epsilon_decay": 0.5}, [0.4, 0.4]),
 ]
 
 
 @pytest.mark.parametrize(("name", "own", "epsilons"), EPSILONS)
 def test_actions_are_random_with_probability_epsilon(name, own, epsilons, monkeypatch):
-    """One of three actions is best everywhere. The others are taken in a third of random steps."""
+    """Of three actions, the second is best. The others are taken in a third of random steps."""
     script = load(name)
     flags = "--env-id MountainCar-v0 --num-envs 6000 --num-centers 3"
     run = one_run(script, flags, learning_rate=0.0, **own)
     steps = watch(monkeypatch, script, VECTOR_STEP)
     state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
-    state = with_weights(state, [[0.0] * 3, [1.0] * 3, [0.0] * 3])  # action 1 is best
+    state = state._replace(weights=jnp.repeat(jnp.array([[0.0], [1.0], [0.0]]), 3, axis=1))
     for epsilon in epsilons:
         state, (metrics, _) = train_step(state, None)
         jax.effects_barrier()
@@ -324,7 +282,8 @@ def test_actions_are_random_with_probability_epsilon(name, own, epsilons, monkey
         for worse in (0, 2):
             taken, expected = np.sum(transitions.action == worse), 2000 * epsilon
             assert abs(taken - expected) < 5 * np.sqrt(expected)
-        close(metrics.get("epsilon", epsilon), epsilon, rtol=1e-6)
+        if name == DECAY:
+            close(metrics["epsilon"], epsilon, rtol=1e-6)
 
 
 def test_scales_are_the_bounds_of_observations_or_about_half_of_them():
@@ -344,7 +303,7 @@ def test_returned_weights_play_in_gymnasium_as_they_were_evaluated(monkeypatch):
     resets = watch(monkeypatch, Pole, "reset", "params", ordered=False)
     for i, weights in enumerate(np.random.default_rng(1).normal(size=(20, 2, 9))):
         resets.clear()
-        state = with_weights(first, weights)._replace(key=jax.random.key(i))
+        state = first._replace(weights=jnp.float32(weights), key=jax.random.key(i))
         learned = jax.device_get(evaluate(state))
         jax.effects_barrier()
 
