@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ENV_STEP, assert_independent, halves, jit, one_run, watch
+from conftest import assert_independent, halves, jit, one_run, train, watch
 from matplotlib.figure import Figure
 from matplotlib.quiver import Quiver
 
@@ -37,32 +37,24 @@ def with_trap(run, cell, action):
 def learning():
     patch = pytest.MonkeyPatch()
     patch.setattr(grid, "env_step", with_trap)
-    steps = watch(patch, grid, ENV_STEP, "cell action")
+    steps = watch(patch, grid, "env_step", "cell action")
     run = one_run(grid, FLAGS, learning_rate=0.5, gamma=0.8, epsilon=0.4)
-    train, state, lines = jit(grid.train_interval, run), jit(grid.init_state, run)(), []
-    for _ in range(2):
-        state, metrics = train(state)
-        lines.append({**metrics, "timesteps": state.timesteps})
-    jax.effects_barrier()
+    last, lines = train(grid, run, jit(grid.init_state, run)())
     patch.undo()
-    return SimpleNamespace(lines=lines, steps=steps, last=state)
+    return SimpleNamespace(lines=lines, steps=steps, last=last)
 
 
 def test_moves_stay_inside_the_grid_and_end_at_the_goal(learning):
+    cell = START
     for step in learning.steps:
+        assert tuple(step.cell) == cell
         next_cell, reward, terminated = step.out
-        row, column = np.add(step.cell, MOVES[int(step.action)])
-        expected = (np.clip(row, 0, ROWS - 1), np.clip(column, 0, COLUMNS - 1))
-        assert tuple(next_cell) == expected
-        assert reward == {GOAL: 0.75, TRAP: -1}.get(expected, -0.25)
-        assert terminated == (expected in (GOAL, TRAP))
-
-
-def test_an_episode_goes_on_from_its_next_cell(learning):
-    assert tuple(learning.steps[0].cell) == START
-    for step, following in zip(learning.steps[:-1], learning.steps[1:], strict=True):
-        next_cell, _, terminated = step.out
-        assert tuple(following.cell) == (START if terminated else tuple(next_cell))
+        row, column = np.add(cell, MOVES[int(step.action)])
+        cell = (np.clip(row, 0, ROWS - 1), np.clip(column, 0, COLUMNS - 1))
+        assert tuple(next_cell) == cell
+        assert reward == {GOAL: 0.75, TRAP: -1}.get(cell, -0.25)
+        assert terminated == (cell in (GOAL, TRAP))
+        cell = START if terminated else cell
 
 
 def test_each_step_is_an_update_of_q_learning(learning):
@@ -94,7 +86,7 @@ BEST = {1: [RIGHT], 2: [RIGHT, LEFT], 3: [RIGHT, LEFT, UP], 4: [RIGHT, DOWN, LEF
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3])
 def test_exploring_actions_and_best_actions_are_equally_likely(epsilon, monkeypatch):
-    steps = watch(monkeypatch, grid, ENV_STEP, "cell action")
+    steps = watch(monkeypatch, grid, "env_step", "cell action")
     run = one_run(grid, FLAGS, learning_rate=0.0, epsilon=epsilon)  # the table stays as it is
     q = np.zeros((ROWS, COLUMNS, 4), np.float32)
     for column, best in BEST.items():
@@ -119,7 +111,7 @@ def test_only_equal_values_are_equally_good():
 
 def test_actions_of_other_steps_blocks_and_runs_are_independent(monkeypatch):
     """One action is best everywhere, and 40 % of the steps explore."""
-    of_run, steps = [], watch(monkeypatch, grid, ENV_STEP, "cell action")
+    of_run, steps = [], watch(monkeypatch, grid, "env_step", "cell action")
     flags = "--num-rows 3 --num-columns 5 --total-timesteps 2000 --num-intervals 1"
     for seed in (1, 2):
         steps.clear()
@@ -134,19 +126,12 @@ def test_actions_of_other_steps_blocks_and_runs_are_independent(monkeypatch):
     assert_independent(one, other, p)
 
 
-@pytest.fixture(scope="module")
-def four_runs():
-    return SimpleNamespace(**grid.main("--gamma 0.8 0.9 --num-seeds 2 --seed 3".split()))
-
-
-def test_runs_find_the_exact_value_of_the_start(four_runs):
-    exact = four_runs.runs["gamma"] ** 17  # the goal is 7 + 11 steps away; the last one pays
-    close(four_runs.learned["start_value"], exact, rtol=1e-4)
-    close(four_runs.learned["q_table"][:, 7, 11].max(axis=1), exact, rtol=1e-4)
-
-
-def test_runs_find_a_shortest_path(four_runs):
-    assert four_runs.learned["greedy_steps"].tolist() == [18] * 4
+def test_runs_find_a_shortest_path_and_the_exact_value_of_the_start():
+    results = grid.main("--gamma 0.8 0.9 --num-seeds 2 --seed 3".split())
+    exact = results["runs"]["gamma"] ** 17  # the goal is 7 + 11 steps away; the last one pays
+    close(results["learned"]["start_value"], exact, rtol=1e-4)
+    close(results["learned"]["q_table"][:, 7, 11].max(axis=1), exact, rtol=1e-4)
+    assert results["learned"]["greedy_steps"].tolist() == [18] * 4
 
 
 def test_steps_per_episode_are_nan_until_an_episode_ends(capsys):
@@ -162,13 +147,10 @@ def greedy_steps(*rows):
     return grid.evaluate(run, state)["greedy_steps"]
 
 
-def test_greedy_steps_are_counted_along_a_path():
-    """The longest one: it visits each of 28 cells."""
+def test_greedy_steps_are_counted_along_a_path_or_infinite_if_it_never_arrives():
+    """The longest path visits each of 28 cells."""
     up_and_back = [RIGHT, RIGHT, RIGHT, UP], [UP, LEFT, LEFT, LEFT]
     assert greedy_steps([LEFT, LEFT, LEFT, LEFT], *up_and_back, *up_and_back, *up_and_back) == 27
-
-
-def test_greedy_steps_are_infinite_if_the_policy_never_arrives():
     assert greedy_steps([LEFT, LEFT], [UP, DOWN]) == np.inf
 
 
@@ -186,21 +168,14 @@ def learned():
     return {"q_table": q_table, "greedy_steps": steps, "start_value": start_value}
 
 
-def test_a_setting_is_reported_with_its_mean_value_and_its_longest_path(learned):
-    summary = grid.report(learned, slice(1, 4)).splitlines()[0]
+def test_a_setting_is_reported_with_mean_values_best_moves_and_its_longest_path(learned):
+    summary, *rows = grid.report(learned, slice(1, 4)).splitlines()
     assert "value of the start 0.75000" in summary
     assert "2 of 3 greedy agents reach the goal" in summary
     assert "longest path 5 steps" in summary
-
-
-def test_a_setting_is_reported_with_mean_values_and_best_moves(learned):
-    _, *rows = grid.report(learned, slice(1, 4)).splitlines()
     assert rows[0].split() == [".", "0.000", ">", "0.250", "v", "0.167"]
     assert rows[1].split() == ["^", "1.000", "<", "0.500", ".", "0.000"]
-
-
-def test_a_setting_whose_agents_never_arrive_has_no_longest_path(learned):
-    assert "nan" in grid.report(learned, slice(1, 2))
+    assert "longest path nan" in grid.report(learned, slice(1, 2))  # none arrives
 
 
 def test_a_setting_is_drawn_with_its_mean_values_and_best_moves(monkeypatch, learned):

@@ -14,21 +14,17 @@ from conftest import (
     GRID,
     LEARNERS,
     PARALLEL,
-    POLICY_LOSS,
     REINFORCE,
     REPLAY,
     TRIO,
-    VECTOR_STEP,
-    Noise,
     assert_independent,
     jit,
     load,
-    noise_run,
     one_run,
-    pole_run,
     train,
     watch,
 )
+from environments import Noise, noise_run, pole_run
 
 TD = "--num-intervals 1 --num-envs 4 --total-timesteps 100 --num-centers 9"
 SMALL = {
@@ -41,7 +37,7 @@ SMALL = {
 
 
 def small_run(name, flags="", run_of=pole_run, **values):
-    """A short run: on the pole of conftest.py, or in the grid."""
+    """A short run: on the pole of environments.py, or in the grid."""
     run_of = one_run if name == GRID else run_of
     return run_of(load(name), f"{SMALL[name]} {flags}", **values)
 
@@ -122,9 +118,9 @@ def test_actions_of_other_steps_updates_environments_and_runs_are_independent(na
     script, p = load(name), [0.6, 0.2, 0.2]  # all values are equal, so the first action is best
     if name == REINFORCE:
         p = [1 / 3] * 3
-        records = watch(monkeypatch, script, POLICY_LOSS, "params episodes advantage")
+        records = watch(monkeypatch, script, "policy_loss", "params episodes advantage")
     else:
-        records = watch(monkeypatch, script, VECTOR_STEP, "epsilon")
+        records = watch(monkeypatch, script, "vector_step", "epsilon")
 
     @jax.jit
     def train_once(seed):

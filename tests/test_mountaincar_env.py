@@ -47,17 +47,15 @@ def steps_of(env):
 
 
 def test_a_step_of_a_learner_is_that_of_gymnax():
-    _, state, *own, info = steps_of(car.MountainCar())
+    """After an episode, the next one starts at rest."""
+    obs, state, *own, info = steps_of(car.MountainCar())
     _, other, *theirs, other_info = steps_of(gymnax.make("MountainCar-v0")[0])
     for x, y in zip(own, theirs, strict=True):  # reward, terminated, truncated
         equal(x, y)
     equal(state.time, other.time)
     observed = info["final_observation"], other_info["final_observation"]
     close(*observed, rtol=0, atol=1e-7)  # the cosine is a series
-
-
-def test_a_learner_starts_again_at_rest():
-    obs, _, _, terminated, truncated, _ = steps_of(car.MountainCar())
+    _, terminated, truncated = own
     assert terminated.any() and truncated.any()
     position, velocity = obs[terminated | truncated].T
     assert np.all((position >= -0.6) & (position < -0.4)) and not velocity.any()
@@ -129,32 +127,22 @@ def test_the_rollout_has_episodes_of_each_length_and_cars_at_all_bounds(rollout)
         assert np.mean(steps.next_obs[..., axis] == np.float32(bound)) > 0.001
 
 
-# A part of all episodes, since Gymnasium plays one step at a time.
-SOME = range(0, 6000, 37)
-
-
-def test_steps_are_those_of_gymnasium(rollout):
+def test_steps_are_those_of_gymnasium_and_real_until_an_episode_ends(rollout):
+    """In a part of all episodes, since Gymnasium plays one step at a time."""
     env, steps = gymnasium.make("MountainCar-v0").unwrapped, rollout.steps
     vars(env).update(CHANGES)
-    for i in SOME:
+    for i in range(0, 6000, 37):
+        real = True
         for t in range(LIMIT):
+            assert steps.mask[i, t] == real
             env.state = np.float64(steps.obs[i, t])
-            action, real = int(steps.action[i, t]), steps.mask[i, t]
+            action = int(steps.action[i, t])
             next_obs, reward, terminated, *_ = env.step(action)
             close(steps.next_obs[i, t], next_obs, rtol=0, atol=3e-7)  # single precision
             close(steps.reward[i, t], reward - 1.3 * action if real else 0.0, rtol=1e-6)
             assert steps.terminated[i, t] == (terminated and real)
-
-
-def test_a_step_begins_where_the_one_before_ended(rollout):
-    equal(rollout.steps.obs[:, 1:], rollout.steps.next_obs[:, :-1])
-
-
-def test_the_mask_is_true_until_an_episode_ends(rollout):
-    for i in SOME:
-        ends = np.flatnonzero(rollout.steps.terminated[i])
-        length = ends[0] + 1 if len(ends) else LIMIT
-        equal(rollout.steps.mask[i], np.arange(LIMIT) < length)
+            real = real and not terminated
+    equal(steps.obs[:, 1:], steps.next_obs[:, :-1])
 
 
 def test_totals_are_those_of_each_episode(rollout):
@@ -218,8 +206,7 @@ def test_episodes_are_divided_among_all_devices(short, capsys):
         assert "devices: 4 x" in capsys.readouterr().out
 
 
-@pytest.fixture
-def slow_cars(monkeypatch, tmp_path):
+def test_lines_are_written_at_once_and_steps_per_second_count_real_steps(monkeypatch, tmp_path):
     """Each of four devices plays an episode of one step, and two of padding. Each takes 0.1 s."""
     path, texts = tmp_path / "printed.txt", []
 
@@ -237,16 +224,8 @@ def slow_cars(monkeypatch, tmp_path):
     monkeypatch.setattr(car, "choose_action", choose_action)
     with path.open("w") as file, contextlib.redirect_stdout(file):
         car.main("--num-episodes 4 --num-envs 1".split())
-    return SimpleNamespace(texts=texts, printed=path.read_text())
-
-
-def test_the_first_line_is_written_before_episodes_are_played(slow_cars):
-    """Also into a file, as here."""
-    assert all("compiled in" in text for text in slow_cars.texts)
-
-
-def test_steps_per_second_count_real_steps_and_the_time_of_playing(slow_cars):
-    assert float(re.search(r"([\d.]+) steps/s", slow_cars.printed)[1]) <= 4 / 0.3
+    assert all("compiled in" in text for text in texts)  # before episodes are played
+    assert float(re.search(r"([\d.]+) steps/s", path.read_text())[1]) <= 4 / 0.3
 
 
 def test_rocking_pushes_in_the_direction_of_motion(short):

@@ -19,7 +19,8 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import DECAY, PARALLEL, REINFORCE, load, run_in
+from conftest import DECAY, PARALLEL, REINFORCE, load
+from environments import run_in
 from flax import struct
 from gymnax.environments import environment, spaces
 

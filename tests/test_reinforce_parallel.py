@@ -1,32 +1,21 @@
 """reinforce_parallel.py: distributions, episodes against Gymnasium, the gradient by enumeration.
 
-The fixture `learning` trains on the pole of conftest.py for two intervals, and records each update.
+`recorded` trains on the pole of environments.py for two intervals, and records each update.
 `expected_loss` is a network, a policy and a loss of our own, which say what each update must be.
 """
 
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import (
-    LIMIT,
-    POLICY_LOSS,
-    Noise,
-    Pole,
-    halves,
-    jit,
-    noise_run,
-    one_run,
-    play_in_gymnasium,
-    pole_run,
-    train,
-    watch,
-)
+from conftest import halves, jit, one_run, train, watch
+from environments import LIMIT, Noise, Pole, noise_run, play_in_gymnasium, pole_run
 from gymnax.environments import spaces
 from scipy.special import softmax
 from scipy.stats import kstest, norm
@@ -175,43 +164,34 @@ FLAGS = "--num-iterations 5 --num-intervals 2 --num-envs 5 --eval-episodes 7 --h
 FLAGS += " --learning-rate 0.05 --gamma 0.9"
 
 
-def record(run):
+@cache
+def recorded(flags="", run_of=pole_run):
     """A record of two intervals of three updates (5, rounded up), from five episodes each."""
-    patch = pytest.MonkeyPatch()
-    updates = watch(patch, rp, POLICY_LOSS, "params episodes advantage")
+    run, patch = run_of(rp, f"{FLAGS} {flags}"), pytest.MonkeyPatch()
+    updates = watch(patch, rp, "policy_loss", "params episodes advantage")
     last, lines = train(rp, run, jit(rp.init_state, run)())
     patch.undo()
     return SimpleNamespace(lines=lines, updates=updates, last=last.params)
 
 
-@pytest.fixture(scope="module")
-def learning():
-    return record(pole_run(rp, FLAGS))
+TRUNCATION = "--sync truncation"
 
 
-@pytest.fixture(scope="module")
-def cut_to_shortest():
-    return record(pole_run(rp, f"{FLAGS} --sync truncation"))
-
-
-def test_updates_learn_from_episodes_that_gymnasium_plays(learning):
-    for update in learning.updates:
+def test_updates_learn_from_episodes_that_gymnasium_plays():
+    lengths = set()
+    for update in recorded().updates:
         for episode in episodes_of(update):
             seen, rewards = play_again(episode)
             n = len(seen)
+            lengths.add(n)
             close(episode.obs[:n], seen)
             assert episode.mask.tolist() == [True] * n + [False] * (LIMIT - n)
             close(episode.reward, rewards + [0] * (LIMIT - n))
+    assert len(lengths) > 3 and LIMIT in lengths  # some poles fall, others reach the time limit
 
 
-def test_the_record_has_episodes_that_fall_and_episodes_that_reach_the_limit(learning):
-    """Else the tests around this one would prove less than they say."""
-    lengths = {n for update in learning.updates for n in update.episodes.mask.sum(axis=1)}
-    assert len(lengths) > 3 and LIMIT in lengths
-
-
-def test_truncation_learns_up_to_the_end_of_the_shortest_episode(cut_to_shortest):
-    for update in cut_to_shortest.updates:
+def test_truncation_learns_up_to_the_end_of_the_shortest_episode():
+    for update in recorded(TRUNCATION).updates:
         rewards = [play_again(episode)[1] for episode in episodes_of(update)]
         n = min(map(len, rewards))
         assert update.episodes.mask.tolist() == [[True] * n + [False] * (LIMIT - n)] * 5
@@ -219,18 +199,18 @@ def test_truncation_learns_up_to_the_end_of_the_shortest_episode(cut_to_shortest
         assert not update.episodes.reward[:, n:].any()
 
 
-@pytest.mark.parametrize("fixture", ["learning", "cut_to_shortest"])
-def test_a_progress_line_describes_whole_episodes(fixture, request):
-    recorded, timesteps = request.getfixturevalue(fixture), 0
-    for line, updates in zip(recorded.lines, halves(recorded.updates), strict=True):
+@pytest.mark.parametrize("flags", ["", TRUNCATION])
+def test_a_progress_line_describes_whole_episodes(flags):
+    timesteps, record = 0, recorded(flags)
+    for line, updates in zip(record.lines, halves(record.updates), strict=True):
         rewards = [play_again(x)[1] for update in updates for x in episodes_of(update)]
         timesteps += sum(map(len, rewards))
         assert line["timesteps"] == timesteps
         close(line["returns"], sum(map(sum, rewards)) / 15)  # three updates from five episodes
 
 
-def test_advantages_are_discounted_returns_to_go_less_their_mean(learning, cut_to_shortest):
-    for update in learning.updates + cut_to_shortest.updates:
+def test_advantages_are_discounted_returns_to_go_less_their_mean():
+    for update in recorded().updates + recorded(TRUNCATION).updates:
         returns = np.zeros((5, LIMIT + 1))
         for t in reversed(range(LIMIT)):
             returns[:, t] = update.episodes.reward[:, t] + 0.9 * returns[:, t + 1]
@@ -241,37 +221,26 @@ def expected_loss(params, episodes, advantage):
     """Minus the mean over episodes of advantage times log pi, summed over real steps."""
     output = jnp.tanh(episodes.obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
     if "log_std" in params:
-        scaled = (episodes.action - output) / jnp.exp(params["log_std"])
-        terms = -(scaled**2) / 2 - params["log_std"] - jnp.log(2 * jnp.pi) / 2
-        log_prob = jnp.sum(terms, axis=-1)
+        terms = jax.scipy.stats.norm.logpdf(episodes.action, output, jnp.exp(params["log_std"]))
     else:
-        taken = jax.nn.one_hot(episodes.action, 2)
-        log_prob = jnp.sum(taken * output, axis=-1) - jnp.log(jnp.sum(jnp.exp(output), axis=-1))
+        terms = jax.nn.one_hot(episodes.action, 2) * jax.nn.log_softmax(output)
+    log_prob = jnp.sum(terms, axis=-1)
     return -jnp.sum(episodes.mask * advantage * log_prob) / len(episodes.mask)
 
 
-def assert_adam_steps(recorded):
-    """Adam steps along the gradient of `expected_loss`, by all parameters.
-
-    Their size falls to 0 in the five updates that were asked for.
-    """
+@pytest.mark.parametrize(("flags", "run_of"), [("", pole_run), ("--env-id Pendulum-v1", one_run)])
+def test_each_update_is_an_adam_step_along_the_gradient_of_the_expected_loss(flags, run_of):
+    """By all parameters. Its size falls to 0 in the five updates that were asked for."""
+    record = recorded(flags, run_of)
     slope = jax.jit(jax.grad(expected_loss))
     adam = optax.adam(lambda count: 0.05 * jnp.maximum(0, 1 - count / 5))
-    moments, update_of = adam.init(recorded.last), jax.jit(adam.update)
-    after = [update.params for update in recorded.updates[1:]] + [recorded.last]
-    for update, params in zip(recorded.updates, after, strict=True):
+    moments, update_of = adam.init(record.last), jax.jit(adam.update)
+    after = [update.params for update in record.updates[1:]] + [record.last]
+    for update, params in zip(record.updates, after, strict=True):
         gradient = slope(update.params, update.episodes, update.advantage)
         step, moments = update_of(gradient, moments)
         expected = jax.tree.map(np.add, update.params, step)
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), params, expected)
-
-
-def test_each_update_is_an_adam_step_whose_size_falls(learning):
-    assert_adam_steps(learning)
-
-
-def test_continuous_actions_are_learned_by_the_same_adam_steps():
-    assert_adam_steps(record(one_run(rp, f"{FLAGS} --env-id Pendulum-v1")))
 
 
 def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(monkeypatch):
@@ -292,45 +261,30 @@ def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(monkey
         jax.tree.map(np.testing.assert_allclose, learned["params"], params)
 
 
-class Impatient(Noise):
+def test_an_episode_that_is_truncated_sooner_is_padded(monkeypatch):
     """The environment itself gives up after 3 steps."""
-
-    def is_truncated(self, state, params):
-        return state.time >= 3
-
-
-def test_an_episode_that_is_truncated_sooner_is_padded():
-    run = noise_run(rp, "", env=Impatient())
+    monkeypatch.setattr(Noise, "is_truncated", lambda self, state, params: state.time >= 3)
+    run = noise_run(rp, "")
     episode = jit(rp.play, run)(jit(rp.init_state, run)().params, jax.random.key(0))
     assert episode.mask.tolist() == [True] * 3 + [False] * 2
 
 
-@pytest.fixture
-def film(monkeypatch):
+def film(monkeypatch, run, params):
     """Animate a run. Return the states and rewards of which gymnax is to draw a film."""
-    films = []
-
-    class Visualizer:
-        def __init__(self, env, env_params, states, rewards):
-            films.append((states, rewards))
-
-        def animate(self, path):
-            assert path == "x.gif"
-
-    def film(run, params):
-        monkeypatch.setattr("gymnax.visualize.Visualizer", Visualizer)
-        monkeypatch.setattr(rp, "make_env", lambda args: (run.env, run.env_params))
-        rp.animate(rp.parse_args(["--gif", "x.gif"]), {"params": params})
-        return films[0]
-
-    return film
+    visualizer = Mock()
+    monkeypatch.setattr("gymnax.visualize.Visualizer", visualizer)
+    monkeypatch.setattr(rp, "make_env", lambda args: (run.env, run.env_params))
+    rp.animate(rp.parse_args(["--gif", "x.gif"]), {"params": params})
+    visualizer.return_value.animate.assert_called_once_with("x.gif")
+    _, _, states, rewards = visualizer.call_args.args
+    return states, rewards
 
 
-def test_a_film_shows_a_greedy_episode_of_run_0_up_to_its_end(film):
+def test_a_film_shows_a_greedy_episode_of_run_0_up_to_its_end(monkeypatch):
     """Run 0 always pushes to the right, so its pole falls before the time limit."""
     params = {"w0": np.zeros((2, 4, 1)), "b0": np.zeros((2, 1)), "w1": np.zeros((2, 1, 2))}
     params["b1"] = np.array([[0.0, 1.0], [1.0, 0.0]])
-    states, rewards = film(pole_run(rp, ""), params)
+    states, rewards = film(monkeypatch, pole_run(rp, ""), params)
     shown = [[state.x, state.x_dot, state.theta, state.theta_dot] for state in states]
     seen, paid = play_in_gymnasium(shown[0], lambda t, _: 1)
     assert len(paid) < LIMIT
@@ -338,9 +292,9 @@ def test_a_film_shows_a_greedy_episode_of_run_0_up_to_its_end(film):
     close(rewards[: len(paid)], np.cumsum(paid))
 
 
-def test_a_film_shows_at_most_200_steps(film):
+def test_a_film_shows_at_most_200_steps(monkeypatch):
     run = noise_run(rp, "")
     run.env_params = run.env_params.replace(max_steps_in_episode=300)
     params = jax.tree.map(lambda array: array[None], jit(rp.init_state, run)().params)
-    states, _ = film(run, params)
+    states, _ = film(monkeypatch, run, params)
     assert [state.time for state in states] == [*range(200)]

@@ -1,6 +1,6 @@
 """The three linear learners: what they do with the transitions that they saw, recomputed in NumPy.
 
-The fixture `learning` trains a script for two intervals on the pole of conftest.py, and records
+The fixture `learning` trains a script for two intervals on the pole of environments.py, and records
 every vector step and every update: what these functions got and what they returned. Each test then
 checks one fact of that record. Functions that are the same in all three are tested in one.
 """
@@ -13,26 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import (
-    DECAY,
+from conftest import DECAY, PARALLEL, REPLAY, TRIO, halves, jit, load, one_run, train, watch
+from environments import (
     LIMIT,
-    PARALLEL,
-    REPLAY,
-    TD_LOSS,
-    TRIO,
-    VECTOR_STEP,
     Noise,
     Pole,
-    halves,
-    jit,
-    load,
     noise_run,
-    one_run,
     play_in_gymnasium,
     pole_run,
     step_in_gymnasium,
-    train,
-    watch,
 )
 from scipy.stats import kstest
 
@@ -41,7 +30,7 @@ SCALE = [2.4, 3.0, 0.2, 3.0]  # of CartPole-v1
 
 
 def watch_losses(patch, script):
-    return watch(patch, script, TD_LOSS, "centers weights batch targets")
+    return watch(patch, script, "td_loss", "centers weights batch targets")
 
 
 def features(run, centers, obs):
@@ -66,7 +55,7 @@ def learning(request):
     name, patch = request.param, pytest.MonkeyPatch()
     script, flags = load(name), f"--num-envs 4 --num-centers 9 --num-intervals 2 {FLAGS[name]}"
     run = pole_run(script, flags, learning_rate=0.3, gamma=0.8, sigma=0.7, **OWN[name])
-    steps, updates = watch(patch, script, VECTOR_STEP), watch_losses(patch, script)
+    steps, updates = watch(patch, script, "vector_step"), watch_losses(patch, script)
     # With weights of 0, a gradient through the targets would be 0, and not be noticed.
     weights = np.random.default_rng(0).normal(size=(2, 9))
     first = jit(script.init_state, run)()._replace(weights=jnp.float32(weights))
@@ -272,7 +261,7 @@ def test_actions_are_random_with_probability_epsilon(name, own, epsilons, monkey
     script = load(name)
     flags = "--env-id MountainCar-v0 --num-envs 6000 --num-centers 3"
     run = one_run(script, flags, learning_rate=0.0, **own)
-    steps = watch(monkeypatch, script, VECTOR_STEP)
+    steps = watch(monkeypatch, script, "vector_step")
     state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
     state = state._replace(weights=jnp.repeat(jnp.array([[0.0], [1.0], [0.0]]), 3, axis=1))
     for epsilon in epsilons:
@@ -314,17 +303,10 @@ def test_returned_weights_play_in_gymnasium_as_they_were_evaluated(monkeypatch):
         close(np.sort(learned["greedy_return"]), np.sort(returns), rtol=1e-5)
 
 
-class Forgetful(Noise):
-    """Episodes never end: the time limit is forgotten."""
-
-    def is_truncated(self, state, params):
-        return jnp.array(False)
-
-
-def test_returns_are_nan_where_no_episode_ends():
+def test_returns_are_nan_where_no_episode_ends(monkeypatch):
+    monkeypatch.setattr(Noise, "is_truncated", lambda self, state, params: jnp.array(False))
     script = load(REPLAY)
-    flags = "--num-intervals 1 --eval-episodes 2 --total-timesteps 200"
-    run = noise_run(script, flags, env=Forgetful())
+    run = noise_run(script, "--num-intervals 1 --eval-episodes 2 --total-timesteps 200")
     state, [line] = train(script, run, jit(script.init_state, run)())
     assert np.isnan(line["returns"])
     assert np.isnan(jit(script.evaluate, run)(state)["greedy_return"]).all()

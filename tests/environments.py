@@ -1,0 +1,87 @@
+"""Small environments for the tests, and the pole of Gymnasium beside that of gymnax."""
+
+from functools import partial
+
+import gymnasium
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import one_run
+from gymnax.environments import CartPole, environment, spaces
+
+
+def run_in(env, env_params, script, flags, **values):
+    """One run in an environment of the tests, with the wrappers of the script's `make_env`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gymnax, "make", lambda _: (env, env_params))
+        return one_run(script, flags, **values)
+
+
+class Noise(environment.Environment):
+    """Each observation is drawn anew, and three actions change nothing. Only time ends it."""
+
+    default_params = environment.EnvParams(max_steps_in_episode=5)
+
+    def reset_env(self, key, params):
+        return jax.random.uniform(key, 2), environment.EnvState(time=jnp.array(0))
+
+    def step_env(self, key, state, action, params):
+        obs, state = jax.random.uniform(key, 2), state.replace(time=state.time + 1)
+        return obs, state, jnp.array(1.0), jnp.array(False), {}
+
+    def action_space(self, params):
+        return spaces.Discrete(3)
+
+    def observation_space(self, params):
+        return spaces.Box(0.0, 1.0, (2,))
+
+
+def noise_run(script, flags, **values):
+    if hasattr(script, "OBS_SCALE"):
+        script.OBS_SCALE["noise"] = [1.0, 1.0]
+        values["env_id"] = "noise"
+        flags += " --num-centers 3"
+    return run_in(Noise(), Noise.default_params, script, flags, **values)
+
+
+class Pole(CartPole):
+    """The cart starts halfway to the right end. To push left pays 2, right costs 1."""
+
+    def reset_env(self, key, params):
+        _, state = super().reset_env(key, params)
+        state = state.replace(x=state.x + params.x_threshold / 2)
+        return self.get_obs(state), state
+
+    def step_env(self, key, state, action, params):
+        obs, state, _, terminated, info = super().step_env(key, state, action, params)
+        return obs, state, 2.0 - 3 * action, terminated, info
+
+
+# Not the defaults: a script must pass the parameters of its run. Some poles fall within LIMIT / 2
+# steps, others stand until the time limit.
+LIMIT = 14
+CHANGES = {"gravity": 20.0, "force_mag": 20.0, "x_threshold": 0.3}
+POLE_PARAMS = CartPole().default_params.replace(max_steps_in_episode=LIMIT, **CHANGES)
+GYMNASIUM_POLE = gymnasium.make("CartPole-v1").unwrapped
+vars(GYMNASIUM_POLE).update(CHANGES)
+pole_run = partial(run_in, Pole(), POLE_PARAMS)
+
+
+def step_in_gymnasium(obs, action):
+    """The observation after a step of the same pole, and whether it fell."""
+    GYMNASIUM_POLE.state, GYMNASIUM_POLE.steps_beyond_terminated = np.float64(obs), None
+    next_obs, _, fell, *_ = GYMNASIUM_POLE.step(int(action))
+    return next_obs, fell
+
+
+def play_in_gymnasium(obs, policy):
+    """Play policy(t, obs) from an observation on. Return all observations, and the rewards."""
+    seen, rewards, fell = [obs], [], False
+    while not fell and len(rewards) < LIMIT:
+        action = policy(len(rewards), seen[-1])
+        obs, fell = step_in_gymnasium(seen[-1], action)
+        seen.append(obs)
+        rewards.append(2 - 3 * int(action))
+    return seen, rewards
