@@ -20,30 +20,28 @@ def run_in(env, env_params, script, flags, **values):
 
 
 class Noise(environment.Environment):
-    """Each observation is drawn anew, and three actions change nothing. Only time ends it."""
+    """Each observation is drawn anew, and three actions change nothing. Only time ends it.
+
+    It has as many numbers as that of CartPole-v1, and compiles in half the time.
+    """
 
     default_params = environment.EnvParams(max_steps_in_episode=5)
 
     def reset_env(self, key, params):
-        return jax.random.uniform(key, 2), environment.EnvState(time=jnp.array(0))
+        return jax.random.uniform(key, 4), environment.EnvState(time=jnp.array(0))
 
     def step_env(self, key, state, action, params):
-        obs, state = jax.random.uniform(key, 2), state.replace(time=state.time + 1)
+        obs, state = jax.random.uniform(key, 4), state.replace(time=state.time + 1)
         return obs, state, jnp.array(1.0), jnp.array(False), {}
 
     def action_space(self, params):
         return spaces.Discrete(3)
 
     def observation_space(self, params):
-        return spaces.Box(0.0, 1.0, (2,))
+        return spaces.Box(0.0, 1.0, (4,))
 
 
-def noise_run(script, flags, **values):
-    if hasattr(script, "OBS_SCALE"):
-        script.OBS_SCALE["noise"] = [1.0, 1.0]
-        values["env_id"] = "noise"
-        flags += " --num-centers 3"
-    return run_in(Noise(), Noise.default_params, script, flags, **values)
+noise_run = partial(run_in, Noise(), Noise.default_params)
 
 
 class Pole(CartPole):

@@ -4,6 +4,8 @@ No random key is used twice, as jax's own checker sees it (it sees more since ja
 refuses keys[i] in a while_loop. Split a key in the loop there, and carry it.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,7 +159,8 @@ def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
         state, _ = train(script, run, jit(script.init_state, run)())
         [part] = {"weights", "params", "q_table"} & set(state._fields)
         learned.append(getattr(state, part))
-    jax.tree.map(np.testing.assert_array_equal, *learned)
+    # Programs of one and of three updates may round otherwise.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *learned)
 
 
 EXTREMES = {

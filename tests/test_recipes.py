@@ -95,9 +95,7 @@ def test_a_changed_script_runs(names, monkeypatch, tmp_path):
     flags = f"{FLAGS.get(script, TD)} --save {tmp_path}/x.npz --plot {tmp_path}/x.png"
     if "resume" in recipes:
         flags += f" --resume {tmp_path}/state.npz"
-    monkeypatch.setattr(gymnax, "make", lambda _: (Noise(), Noise.default_params))  # compiles soon
-    if hasattr(module, "OBS_SCALE"):
-        monkeypatch.setitem(module.OBS_SCALE, "CartPole-v1", [1.0, 1.0])
+    monkeypatch.setattr(gymnax, "make", lambda _: (Noise(), Noise.default_params))
     module.main(flags.split())
     assert len(np.load(tmp_path / "x.npz")["curves.timesteps"]) == 2
     assert (tmp_path / "x.png").exists()
@@ -232,6 +230,7 @@ def test_the_logger_gets_means_of_each_setting():
 
 
 def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(gymnax, "make", lambda _: (Noise(), Noise.default_params))
     script = changed("resume")
     flags = f"{TD} --num-seeds 5 --resume {tmp_path}/"
     whole = script.main(f"{flags}whole.npz --num-intervals 4".split())
@@ -307,27 +306,27 @@ def highway():
     return importlib.import_module("highway")
 
 
-@pytest.mark.parametrize("action, crashes", [(3, True), (4, False)])  # faster, slower
-def test_a_crash_terminates_and_the_time_limit_truncates(action, crashes, highway):
+def test_a_crash_terminates_and_the_time_limit_truncates(highway):
     """All else is what HighJax returns. The last observation of an episode is in `info`."""
     env, key = highway.Highway(), jax.random.key(0)
     # With both limits at 30 s, an adapter that passes on `done` would terminate at the limit.
     params = env.default_params.replace(inner=env.default_params.inner.replace(duration=30.0))
     step, inner_step = jax.jit(env.step), jax.jit(env.inner.step_env)
-    obs, state = env.reset(key, params)
-    inner_obs, inner_state = jax.jit(env.inner.reset)(key, params.inner)
-    np.testing.assert_allclose(obs, highway.SCALE * inner_obs, rtol=1e-6)
-    ended, length = False, 0
-    while not ended:
-        _, state, reward, terminated, truncated, info = step(key, state, action, params)
-        inner = inner_step(key, inner_state, action, params.inner)
-        inner_obs, inner_state, inner_reward, *_ = inner
-        last_obs = highway.SCALE * inner_obs
-        np.testing.assert_allclose(info["final_observation"], last_obs, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(reward, inner_reward, rtol=1e-5)
-        length, ended = length + 1, terminated | truncated
-    assert (terminated, not truncated, inner_state.crashed, length < 30) == (crashes,) * 4
-    assert state.time == 0  # the next episode has begun
+    for action, crashes in (3, True), (4, False):  # faster, slower
+        obs, state = env.reset(key, params)
+        inner_obs, inner_state = env.inner.reset(key, params.inner)
+        np.testing.assert_allclose(obs, highway.SCALE * inner_obs, rtol=1e-6)
+        ended, length = False, 0
+        while not ended:
+            _, state, reward, terminated, truncated, info = step(key, state, action, params)
+            inner = inner_step(key, inner_state, action, params.inner)
+            inner_obs, inner_state, inner_reward, *_ = inner
+            last_obs = highway.SCALE * inner_obs
+            np.testing.assert_allclose(info["final_observation"], last_obs, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(reward, inner_reward, rtol=1e-5)
+            length, ended = length + 1, terminated | truncated
+        assert (terminated, not truncated, inner_state.crashed, length < 30) == (crashes,) * 4
+        assert state.time == 0  # the next episode has begun
 
 
 def test_five_physics_steps_are_a_second(highway):

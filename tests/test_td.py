@@ -211,7 +211,7 @@ def test_batches_are_drawn_evenly_from_the_last_ten_transitions(name, monkeypatc
     script = load(name)
     flags = "--num-envs 4 --buffer-size 10 --batch-size 20000 --num-centers 3"
     updates = watch_losses(monkeypatch, script)
-    run = pole_run(script, flags, learning_rate=0.0)
+    run = noise_run(script, flags, learning_rate=0.0)
     state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
     began = []  # the observations in which the transitions so far began, which no two share
     for i in range(12):
@@ -235,7 +235,7 @@ def test_each_update_of_each_run_draws_another_batch_from_all_places(name, monke
     updates = watch_losses(monkeypatch, script)
     for seed in (1, 2):
         flags = f"--buffer-size {size} --batch-size 5000 --num-centers 3"
-        run = one_run(script, flags, seed=seed)
+        run = noise_run(script, flags, seed=seed)
         state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
         numbered = state.buffer._replace(obs=jnp.tile(jnp.arange(float(size))[:, None], 4))
         state = state._replace(timesteps=size, buffer=numbered)
@@ -259,8 +259,7 @@ EPSILONS = [
 def test_actions_are_random_with_probability_epsilon(name, own, epsilons, monkeypatch):
     """Of three actions, the second is best. The others are taken in a third of random steps."""
     script = load(name)
-    flags = "--env-id MountainCar-v0 --num-envs 6000 --num-centers 3"
-    run = one_run(script, flags, learning_rate=0.0, **own)
+    run = noise_run(script, "--num-envs 6000 --num-centers 3", learning_rate=0.0, **own)
     steps = watch(monkeypatch, script, "vector_step")
     state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
     state = state._replace(weights=jnp.repeat(jnp.array([[0.0], [1.0], [0.0]]), 3, axis=1))
