@@ -106,14 +106,25 @@ def toy(request, tmp_path_factory):
         value = jax.pure_callback(nap, shape, state.value, vmap_method="sequential")
         return train_interval(run, state._replace(value=value))
 
+    def slow_to_trace(function):
+        def slow(*args):
+            time.sleep(0.5)
+            return function(*args)
+
+        return slow
+
+    functions = {"init_state": init_state, "train_interval": slow_interval, "evaluate": evaluate}
+    functions = {name: slow_to_trace(function) for name, function in functions.items()}
     with pytest.MonkeyPatch.context() as patch, printed.open("w") as file:
-        script = with_toy(patch, request.param, train_interval=slow_interval)
+        script, began = with_toy(patch, request.param, **functions), time.perf_counter()
         patch.setattr(script, "AT_ONCE", 5)  # of 12 runs on a device
         with contextlib.redirect_stdout(file):
             results = script.main(f"{FLAGS} --num-intervals {LINES}".split())
+        seconds = time.perf_counter() - began
     text = printed.read_text().splitlines()
     return SimpleNamespace(
         results=results,
+        seconds=seconds,
         curves=results["curves"],
         head=text[0],
         lines=[line for line in text if line.startswith("step ")],
@@ -177,24 +188,11 @@ def test_seconds_include_what_an_interval_takes(toy):
     assert np.all(toy.curves["seconds"] >= 12 * NAP * np.arange(1, LINES + 1))
 
 
-def test_seconds_begin_after_compilation(monkeypatch, capsys):
-    """Each function takes half a second to trace, and nothing is counted twice."""
-
-    def slowly(function):
-        def slow(*args):
-            time.sleep(0.5)
-            return function(*args)
-
-        return slow
-
-    for name in MAINS:
-        functions = init_state, train_interval, evaluate
-        script = with_toy(monkeypatch, name, **{f.__name__: slowly(f) for f in functions})
-        began = time.perf_counter()
-        seconds = script.main(["--seed", "8", "--num-intervals", "1"])["curves"]["seconds"][-1]
-        compiled = number_after("compiled in", capsys.readouterr().out)
-        assert compiled > 1.4  # shown with one decimal
-        assert compiled - 0.05 + seconds < time.perf_counter() - began
+def test_seconds_begin_after_compilation(toy):
+    """Each of three functions takes half a second to trace, and nothing is counted twice."""
+    compiled = number_after("compiled in", toy.head)
+    assert compiled > 1.4  # shown with one decimal
+    assert compiled - 0.05 + toy.curves["seconds"][-1] < toy.seconds
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
