@@ -41,7 +41,9 @@ class Noise(environment.Environment):
         return spaces.Box(0.0, 1.0, (4,))
 
 
-noise_run = partial(run_in, Noise(), Noise.default_params)
+def noise_run(script, flags, **values):
+    """One run in a new `Noise`: jax would not compile the steps of a known one once more."""
+    return run_in(Noise(), Noise.default_params, script, flags, **values)
 
 
 class Pole(CartPole):
