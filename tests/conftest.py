@@ -47,6 +47,11 @@ def load(script):
     return importlib.import_module(script.removesuffix(".py"))
 
 
+def is_fraction(name, flag):
+    """Whether a flag that can be swept is from 0 to 1. Else it is positive."""
+    return flag != "sigma" and (flag != "learning_rate" or name == GRID)
+
+
 def one_run(script, flags="", **values):
     """Make what a function of one run takes as `run`: of swept flags, the first value.
 

@@ -5,7 +5,17 @@ import re
 import runpy
 
 import pytest
-from conftest import CAR, GRID, LEARNERS, PARALLEL, REINFORCE, ROOT, SCRIPTS, TRIO, load
+from conftest import (
+    CAR,
+    LEARNERS,
+    PARALLEL,
+    REINFORCE,
+    ROOT,
+    SCRIPTS,
+    TRIO,
+    is_fraction,
+    load,
+)
 
 
 @pytest.fixture
@@ -53,9 +63,8 @@ def test_values_up_to_a_limit_are_accepted_and_others_are_refused(
 
 def test_each_swept_flag_is_a_fraction_from_0_to_1_or_positive(refusal):
     for script in LEARNERS:
-        positive = {"sigma"} if script == GRID else {"sigma", "learning_rate"}
         for name, value in vars(load(script).parse_args([])).items():
-            if isinstance(value, list) and name not in positive:
+            if isinstance(value, list) and is_fraction(script, name):
                 flag = "--" + name.replace("_", "-")
                 assert flag in refusal(script, f"{flag} 1.1")
                 assert vars(load(script).parse_args([flag, "0", "1"]))[name] == [0, 1]
@@ -78,7 +87,8 @@ def test_a_file_with_another_ending_or_in_no_folder_is_refused(refusal, tmp_path
     files = [(script, "--save", ".npz") for script in SCRIPTS]
     for script, flag, ending in [*files, *pictures, (REINFORCE, "--gif", ".gif")]:
         few = " --num-episodes 2" if script == CAR else ""  # more would not fit into a file
-        assert f"x.txt must end in {ending}" in refusal(script, f"{flag} x.txt")
+        for wrong in "x.txt", f"x{ending.upper()}":  # NumPy would write x.NPZ.npz
+            assert f"{wrong} must end in {ending}" in refusal(script, f"{flag} {wrong}")
         assert "its folder must exist" in refusal(script, f"{flag} /no/such/x{ending}")
         load(script).parse_args(f"{flag} {tmp_path}/x{ending}{few}".split())
 

@@ -20,6 +20,7 @@ from conftest import (
     REPLAY,
     TRIO,
     assert_independent,
+    is_fraction,
     jit,
     load,
     one_run,
@@ -163,20 +164,14 @@ def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *learned)
 
 
-EXTREMES = {
-    PARALLEL: "--learning-rate 1e-6 3 --epsilon 0 1",
-    REPLAY: "--learning-rate 1e-6 3 --epsilon 0 1 --tau 0 1",
-    DECAY: "--learning-rate 1e-6 3 --start-e 0 1 --end-e 0 1 --epsilon-decay 0 1 --tau 0 1",
-    GRID: "--learning-rate 0 1 --epsilon 0 1",
-    REINFORCE: "--learning-rate 1e-6 3",
-}
-
-
 @pytest.mark.parametrize("name", LEARNERS)
 def test_the_ends_of_each_range_of_values_and_the_largest_seeds_stay_finite(name):
     """All combinations, as one program."""
-    script = load(name)
-    flags = f"{EXTREMES[name]} --gamma 0 1 --seed {2**31 - 2} --num-seeds 2"
+    script, flags = load(name), f"--seed {2**31 - 2} --num-seeds 2"
+    for flag, default in vars(script.parse_args([])).items():
+        if isinstance(default, list):  # it can be swept
+            ends = "0 1" if is_fraction(name, flag) else "1e-6 3"
+            flags += f" --{flag.replace('_', '-')} {ends}"
     runs, _ = script.make_runs(script.parse_args(flags.split()))
 
     @jax.jit

@@ -204,28 +204,34 @@ def test_weights_start_at_0_and_centers_are_spread_over_a_cube_in_each_run_in_an
 
 @pytest.mark.parametrize("name", TRIO[1:])
 def test_batches_are_drawn_evenly_from_the_last_ten_transitions(name, monkeypatch):
-    """Four transitions a step, so the oldest are overwritten. Also near the last step of all.
-
-    There, the places in the buffer begin anew, and three steps later all are overwritten.
-    """
+    """Four transitions a step: after three steps, the oldest ones are overwritten."""
     script = load(name)
     flags = "--num-envs 4 --buffer-size 10 --batch-size 20000 --num-centers 3"
     updates = watch_losses(monkeypatch, script)
     run = noise_run(script, flags, learning_rate=0.0)
     state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
     began = []  # the observations in which the transitions so far began, which no two share
-    for i in range(12):
-        if i == 7:
-            state = state._replace(timesteps=jnp.array(2**31 - 22))
+    for _ in range(7):
         began += [obs.tobytes() for obs in np.asarray(state.obs)]
         state, _ = train_step(state, None)
         jax.effects_barrier()
         times = collections.Counter(obs.tobytes() for obs in updates[-1].batch.obs)
-        if i not in (7, 8):
-            assert times.keys() == set(began[-10:])
+        assert times.keys() == set(began[-10:])
         expected = 20000 / len(times)
         assert all(abs(number - expected) < 5 * expected**0.5 for number in times.values())
+
+
+@pytest.mark.parametrize("name", TRIO[1:])
+def test_the_buffer_keeps_the_last_transitions_also_near_the_largest_number_of_steps(name):
+    script = load(name)
+    run = noise_run(script, "--num-envs 4 --buffer-size 10 --num-centers 3")
+    state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
+    state, began = state._replace(timesteps=jnp.array(2**31 - 22)), []
+    for _ in range(5):
+        began += [*np.asarray(state.obs)]
+        state, _ = train_step(state, None)
     assert state.timesteps == 2**31 - 2
+    equal(np.unique(state.buffer.obs, axis=0), np.unique(began[-10:], axis=0))
 
 
 @pytest.mark.parametrize("name", TRIO[1:])
