@@ -1,7 +1,8 @@
 """What all learners have in common: random numbers, time limits, schedules, extreme flags.
 
 No random key is used twice, as jax's own checker sees it (it sees more since jax 0.11). The checker
-refuses keys[i] in a while_loop. Split a key in the loop there, and carry it.
+refuses keys[i] in a while_loop, and a scan over keys under vmap. Split a key in the loop there, and
+carry it.
 """
 
 from functools import partial
