@@ -20,7 +20,7 @@ EQUAL = (ZEROS + 0.4).at[0, 0].set(0.0)  # all values but those of the goal
 
 def play(script, run, actions, *more_draws, **state):
     """Take these actions. The agent explores: a uniform number chooses among all four actions."""
-    step, state = jit(script.train_step, run), jit(script.init_state, run)()._replace(**state)
+    step, state = jit(script.train_step, run), script.init_state(run)._replace(**state)
     for action in actions:
         state, _ = step(state, (jnp.array(True), (action + 0.5) / 4, *more_draws))
     return state
@@ -81,7 +81,7 @@ def test_moves_slip_with_the_probability_that_is_asked_for():
     script = changed("slippery_moves")
     run = one_run(script, "--num-rows 1 --num-columns 3 --eval-episodes 2000", slip=0.4)
     left = jnp.zeros((1, 3, 4)).at[:, :, LEFT].set(1.0)
-    state = jit(script.init_state, run)()._replace(q_table=left)  # the policy: left, always
+    state = script.init_state(run)._replace(q_table=left)  # the policy: left, always
     # Left: 0.6 + 0.1; right: 0.1; up or down, into a wall: 0.2. So the mean steps to the goal are
     # s1 = 1 + 0.1 s2 + 0.2 s1 from cell 1, and s2 = 1 + 0.7 s1 + 0.3 s2 from cell 2.
     _, s2 = np.linalg.solve([[0.8, -0.1], [-0.7, 0.7]], [1, 1])
@@ -103,7 +103,7 @@ def test_dyna_q_without_planning_is_q_learning():
     tables = []
     for script, flags in (load(GRID), ""), (changed("dyna_q"), "--planning-steps 0"):
         run = one_run(script, f"--num-rows 3 --num-columns 4 {flags}")
-        tables.append(jit(script.train_block, run)(jit(script.init_state, run)(), None)[0].q_table)
+        tables.append(jit(script.train_block, run)(script.init_state(run), None)[0].q_table)
     np.testing.assert_allclose(*tables, atol=1e-6)
 
 

@@ -39,7 +39,7 @@ def learning():
     patch.setattr(grid, "env_step", with_trap)
     steps = watch(patch, grid, "env_step", "cell action")
     run = one_run(grid, FLAGS, learning_rate=0.5, gamma=0.8, epsilon=0.4)
-    last, lines = train(grid, run, jit(grid.init_state, run)())
+    last, lines = train(grid, run, grid.init_state(run))
     patch.undo()
     return SimpleNamespace(lines=lines, steps=steps, last=last)
 
@@ -91,7 +91,7 @@ def test_exploring_actions_and_best_actions_are_equally_likely(epsilon, monkeypa
     q = np.zeros((ROWS, COLUMNS, 4), np.float32)
     for column, best in BEST.items():
         q[:, column, best] = 0.5
-    jit(grid.train_interval, run)(jit(grid.init_state, run)()._replace(q_table=jnp.array(q)))
+    jit(grid.train_interval, run)(grid.init_state(run)._replace(q_table=jnp.array(q)))
     jax.effects_barrier()
     for column, best in BEST.items():
         taken = [int(step.action) for step in steps if step.cell[1] == column]
@@ -117,7 +117,7 @@ def test_actions_of_other_steps_blocks_and_runs_are_independent(monkeypatch):
         steps.clear()
         run = one_run(grid, flags, learning_rate=0.0, epsilon=0.4, seed=seed)
         table = jnp.zeros((ROWS, COLUMNS, 4)).at[..., DOWN].set(1.0)
-        jit(grid.train_interval, run)(jit(grid.init_state, run)()._replace(q_table=table))
+        jit(grid.train_interval, run)(grid.init_state(run)._replace(q_table=table))
         jax.effects_barrier()
         of_run.append(np.array([step.action for step in steps]))
     p, (one, other) = [0.1, 0.7, 0.1, 0.1], of_run

@@ -70,7 +70,7 @@ def test_no_key_is_used_twice_in_evaluation_and_in_the_training_after_it(name, m
 
 def test_no_key_is_used_twice_in_an_episode_that_is_only_played():
     run = small_run(REPLAY)
-    state = jit(load(REPLAY).init_state, run)()
+    state = load(REPLAY).init_state(run)
     with jax.debug_key_reuse(True):
         greedy_return = jit(load(REPLAY).greedy_return, run)
         greedy_return(state.centers, state.weights, jax.random.key(0))
@@ -158,7 +158,7 @@ def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
     for num_intervals, rounded in (1000, 50), (20, 17):
         run = small_run(name, f"{FIFTY[name]} --num-intervals {num_intervals}", noise_run)
         assert run.num_intervals == rounded
-        state, _ = train(script, run, jit(script.init_state, run)())
+        state, _ = train(script, run, script.init_state(run))
         [part] = {"weights", "params", "q_table"} & set(state._fields)
         learned.append(getattr(state, part))
     # Programs of one and of three updates may round otherwise.

@@ -4,7 +4,7 @@ They are the first thing to try on a changed learner (Jones, "Debugging RL, with
 pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
 look: at the loss, features, discount, maximum over next actions, actions, or the time limit.
 
-    python -m pytest -q tests/test_probes.py                          # the four learners
+    python -m pytest -q tests/test_probes.py                          # three of the scripts
     python -m pytest -q tests/test_probes.py --script my_copy.py      # a changed copy of one
     python -m pytest -q tests/test_probes.py --script my_copy.py --flags "--my-flag 3"
 
@@ -19,7 +19,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import DECAY, PARALLEL, REINFORCE, load
+from conftest import DECAY, PARALLEL, REINFORCE, jit, load
 from environments import run_in
 from flax import struct
 from gymnax.environments import environment, spaces
@@ -176,41 +176,28 @@ def learn(script, probe, flags=""):
     script.OBS_SCALE["probe"] = [1.0]
     env, flags = probe(), f"{TD_FLAGS} {flags}"
     run = run_in(env, env.default_params, script, flags, env_id="probe")
-
-    @jax.jit
-    def learned():
-        state, _ = script.train_interval(run, script.init_state(run))
-        learned = [state.centers, state.weights] if hasattr(state, "centers") else [state.weights]
-        return [script.q_values(run, *learned, jnp.array([x], float)) for x in VALUES[probe]]
-
+    state, _ = jit(script.train_interval, run)(script.init_state(run))
+    learned = [state.centers, state.weights] if hasattr(state, "centers") else [state.weights]
+    values = [script.q_values(run, *learned, jnp.array([x], float)) for x in VALUES[probe]]
     # Their values differ by 0.5 and more; features overlap, so learned ones are near, not equal.
-    np.testing.assert_allclose(learned(), [*VALUES[probe].values()], atol=0.05)
+    np.testing.assert_allclose(values, [*VALUES[probe].values()], atol=0.05)
 
 
 def play(script, probe, flags=""):
     """Train REINFORCE on a probe, and see whether its greedy actions are the best ones."""
     run = run_in(probe(), probe.default_params, script, f"{REINFORCE_FLAGS} {flags}")
-
-    @jax.jit
-    def learned():
-        state, _ = script.train_interval(run, script.init_state(run))
-        return script.evaluate(run, state)["greedy_return"]
-
-    assert learned().tolist() == [1.0] * 20
+    state, _ = jit(script.train_interval, run)(script.init_state(run))
+    assert jit(script.evaluate, run)(state)["greedy_return"].tolist() == [1.0] * 20
 
 
 def criticize(script, probe, flags=""):
     """Train an actor-critic on a probe whose actions change nothing, and compare its values."""
     flags = f"{REINFORCE_FLAGS} --num-iterations 2000 --learning-rate 0.01 {flags}"
     run = run_in(probe(), probe.default_params, script, flags)
-
-    @jax.jit
-    def learned():
-        state, _ = script.train_interval(run, script.init_state(run))
-        return [script.state_value(state.params, jnp.array([x], float)) for x in VALUES[probe]]
-
-    expected = [values[0] for values in VALUES[probe].values()]  # one for each observation
-    np.testing.assert_allclose(learned(), expected, atol=0.1)
+    state, _ = jit(script.train_interval, run)(script.init_state(run))
+    values = [script.state_value(state.params, jnp.array([x], float)) for x in VALUES[probe]]
+    expected = [of_actions[0] for of_actions in VALUES[probe].values()]
+    np.testing.assert_allclose(values, expected, atol=0.1)
 
 
 def pytest_generate_tests(metafunc):

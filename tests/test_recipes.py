@@ -38,7 +38,7 @@ LOGGED = []  # what the recipe `logger` gives to Weights & Biases, which need no
 sys.modules["wandb"] = SimpleNamespace(init=dict, log=lambda means, step: LOGGED.append(means))
 TD = "--num-intervals 2 --total-timesteps 640 --eval-episodes 2"
 FLAGS = {
-    GRID: "--num-intervals 2 --total-timesteps 4000",
+    GRID: "--num-intervals 2 --total-timesteps 4000 --plot x.png",
     REINFORCE: "--num-intervals 2 --num-iterations 4 --num-envs 2 --eval-episodes 2",
 }
 
@@ -92,13 +92,13 @@ def test_a_changed_script_runs(names, monkeypatch, tmp_path):
     assert names_read(code) <= {*vars(module), *vars(builtins)}  # also where nothing runs below
     with pytest.raises(SystemExit, match="0"):
         module.main(["--help"])
-    flags = f"{FLAGS.get(script, TD)} --save {tmp_path}/x.npz --plot {tmp_path}/x.png"
-    if "resume" in recipes:
-        flags += f" --resume {tmp_path}/state.npz"
     monkeypatch.setattr(gymnax, "make", lambda _: (Noise(), Noise.default_params))
+    monkeypatch.chdir(tmp_path)
+    flags = f"{FLAGS.get(script, TD)} --save x.npz"
+    if "resume" in recipes:
+        flags += " --resume state.npz"
     module.main(flags.split())
-    assert len(np.load(tmp_path / "x.npz")["curves.timesteps"]) == 2
-    assert (tmp_path / "x.png").exists()
+    assert len(np.load("x.npz")["curves.timesteps"]) == 2
 
 
 @pytest.mark.parametrize("probe", [test_probes.Memory, test_probes.Endless])
@@ -121,7 +121,7 @@ def update(script, flags, monkeypatch, watched, **fields):
     Return the only call of the function that is watched, and the states before and after.
     """
     run = one_run(script, f"{flags} --gamma 0.8")
-    before = jit(script.init_state, run)()._replace(**fields)
+    before = script.init_state(run)._replace(**fields)
     calls = watch(monkeypatch, script, watched)
     after, _ = jit(script.train_step, run)(before, None)
     jax.effects_barrier()
@@ -184,7 +184,7 @@ def test_an_actor_critic_learns_from_td_errors_of_one_step(monkeypatch):
     monkeypatch.setattr(script, "optimizer", lambda run: optax.sgd(rate))
     run = pole_run(script, "--num-iterations 30 --num-intervals 1 --value-factor 2", gamma=0.8)
     losses, num_fell = watch(monkeypatch, script, "actor_critic_loss"), 0
-    train(script, run, jit(script.init_state, run)())
+    train(script, run, script.init_state(run))
     for loss, after in itertools.pairwise(losses):
         values = forward(loss.params["value"], loss.obs)[:, 0]
         for i, action in enumerate(loss.action):
@@ -210,7 +210,7 @@ def test_an_actor_critic_finds_the_values_of(probe):
 
 def test_a_deep_q_network_learns_from_the_values_of_the_averaged_one(monkeypatch):
     script, flags = changed("dqn"), "--hidden-size 5"
-    weights = jit(script.init_state, one_run(script, flags))().weights
+    weights = script.init_state(one_run(script, flags)).weights
     averaged = {name: 2 * array + i for i, (name, array) in enumerate(weights.items())}
     loss, _, _ = update(script, flags, monkeypatch, "td_loss", target_weights=averaged)
     hidden = loss.batch.next_obs / [2.4, 3.0, 0.2, 3.0]  # (B, D)
@@ -258,7 +258,7 @@ def test_ppo_with_one_epoch_is_reinforce():
     learned = []
     for script, flags in (load(REINFORCE), ""), (changed("ppo"), "--update-epochs 1"):
         run = one_run(script, f"--num-intervals 1 --num-envs 4 --num-iterations 3 {flags}")
-        state, _ = train(script, run, jit(script.init_state, run)())
+        state, _ = train(script, run, script.init_state(run))
         learned.append(state.params)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), *learned)
 
@@ -286,7 +286,7 @@ def test_reinforce_with_a_baseline_and_entropy_finds_a_softmax_and_its_value():
     script, env = changed("baseline_and_entropy"), test_probes.Choice()
     flags = "--num-intervals 1 --num-envs 100 --num-iterations 100 --learning-rate 0.1"
     run = one_run(script, flags, env=env, env_params=env.default_params, ent_coef=1.0)
-    state, _ = jax.jit(lambda: script.train_interval(run, script.init_state(run)))()
+    state, _ = jit(script.train_interval, run)(script.init_state(run))
     policy = jax.nn.softmax(script.network(state.params, jnp.zeros(1)))
     rewards = np.array([-1, 0, 1])
     expected = np.exp(rewards) / np.exp(rewards).sum()
@@ -318,9 +318,10 @@ def test_a_crash_terminates_and_the_time_limit_truncates(highway):
     params = env.default_params.replace(inner=env.default_params.inner.replace(duration=30.0))
     assert env.inner.n_sub_ts_per_t * params.inner.seconds_per_sub_t == 1  # a step is a second
     step, inner_step = jax.jit(env.step), jax.jit(env.inner.step_env)
+    inner_reset = jax.jit(env.inner.reset)
     for action, crashes in (3, True), (4, False):  # faster, slower
         obs, state = env.reset(key, params)
-        inner_obs, inner_state = env.inner.reset(key, params.inner)
+        inner_obs, inner_state = inner_reset(key, params.inner)
         np.testing.assert_allclose(obs, highway.SCALE * inner_obs, rtol=1e-5)
         ended, length = False, 0
         while not ended:

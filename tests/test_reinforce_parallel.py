@@ -125,7 +125,7 @@ def test_equal_episodes_have_no_advantage_at_all():
 def test_the_reward_of_a_pendulum_is_that_of_its_torque():
     run = one_run(rp, "--env-id Pendulum-v1")
     run.env_params = run.env_params.replace(max_torque=3.0)
-    state = jit(rp.init_state, run)()
+    state = rp.init_state(run)
     episode = jit(rp.play, run)(state.params, jax.random.key(0))
     cosine, sine, speed = episode.obs.T
     assert np.abs(episode.action).max() > 1  # actions are kept as drawn, and clipped afterwards
@@ -136,7 +136,7 @@ def test_the_reward_of_a_pendulum_is_that_of_its_torque():
 
 def test_a_network_starts_with_random_weights_of_known_size():
     flags = "--env-id Pendulum-v1 --hidden-size 999"
-    state, other = [jit(rp.init_state, one_run(rp, flags, seed=seed))() for seed in (3, 4)]
+    state, other = [rp.init_state(one_run(rp, flags, seed=seed)) for seed in (3, 4)]
     params = state.params
     assert kstest(np.ravel(params["w0"]) * 3**0.5, norm.cdf).pvalue > 1e-5  # three inputs
     assert kstest(np.ravel(params["w1"]) / 0.01, norm.cdf).pvalue > 1e-5  # nearly equal actions
@@ -145,9 +145,9 @@ def test_a_network_starts_with_random_weights_of_known_size():
     env = Echo()
     env.shape = (2, 3)
     run = one_run(rp, env=rp.BoundedActions(env), env_params=env.default_params)
-    assert jit(rp.init_state, run)().params["log_std"].shape == (6,)  # one for each number
+    assert rp.init_state(run).params["log_std"].shape == (6,)  # one for each number
     run = one_run(rp, "--env-id Catch-bsuite")  # its observation is a picture of 10 x 5
-    assert jit(rp.init_state, run)().params["w0"].shape == (50, 64)
+    assert rp.init_state(run).params["w0"].shape == (50, 64)
 
 
 def play_again(episode):
@@ -169,7 +169,7 @@ def recorded(flags="", run_of=pole_run):
     """A record of two intervals of three updates (5, rounded up), from five episodes each."""
     run, patch = run_of(rp, f"{FLAGS} {flags}"), pytest.MonkeyPatch()
     updates = watch(patch, rp, "policy_loss", "params episodes advantage")
-    last, lines = train(rp, run, jit(rp.init_state, run)())
+    last, lines = train(rp, run, rp.init_state(run))
     patch.undo()
     return SimpleNamespace(lines=lines, updates=updates, last=last.params)
 
@@ -246,7 +246,7 @@ def test_each_update_is_an_adam_step_along_the_gradient_of_the_expected_loss(fla
 def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(monkeypatch):
     resets = watch(monkeypatch, Pole, "reset", "params", ordered=False)
     run = pole_run(rp, "--eval-episodes 3")
-    first, evaluate = jit(rp.init_state, run)(), jit(rp.evaluate, run)
+    first, evaluate = rp.init_state(run), jit(rp.evaluate, run)
     for seed in range(10):
         resets.clear()
         params = random_params(2, inputs=4, seed=seed)
@@ -265,7 +265,7 @@ def test_an_episode_that_is_truncated_sooner_is_padded(monkeypatch):
     """The environment itself gives up after 3 steps."""
     monkeypatch.setattr(Noise, "is_truncated", lambda self, state, params: state.time >= 3)
     run = noise_run(rp, "")
-    episode = jit(rp.play, run)(jit(rp.init_state, run)().params, jax.random.key(0))
+    episode = jit(rp.play, run)(rp.init_state(run).params, jax.random.key(0))
     assert episode.mask.tolist() == [True] * 3 + [False] * 2
 
 
@@ -295,6 +295,6 @@ def test_a_film_shows_a_greedy_episode_of_run_0_up_to_its_end(monkeypatch):
 def test_a_film_shows_at_most_200_steps(monkeypatch):
     run = noise_run(rp, "")
     run.env_params = run.env_params.replace(max_steps_in_episode=300)
-    params = jax.tree.map(lambda array: array[None], jit(rp.init_state, run)().params)
+    params = jax.tree.map(lambda array: array[None], rp.init_state(run).params)
     states, _ = film(monkeypatch, run, params)
     assert [state.time for state in states] == [*range(200)]

@@ -59,7 +59,7 @@ def learning(request):
     steps, updates = watch(patch, script, "vector_step"), watch_losses(patch, script)
     # With weights of 0, a gradient through the targets would be 0, and not be noticed.
     weights = np.random.default_rng(0).normal(size=(2, 9))
-    first = jit(script.init_state, run)()._replace(weights=jnp.float32(weights))
+    first = script.init_state(run)._replace(weights=jnp.float32(weights))
     last, lines = train(script, run, first)
     patch.undo()
     transitions = [step.out[1][0] for step in steps]  # of the state, and (transitions, info)
@@ -193,7 +193,7 @@ def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learni
 @pytest.mark.parametrize("name", TRIO[:2])
 def test_weights_start_at_0_and_centers_are_spread_over_a_cube_in_each_run_in_another_way(name):
     script = load(name)
-    states = [jit(script.init_state, one_run(script, seed=seed))() for seed in (1, 2)]
+    states = [script.init_state(one_run(script, seed=seed)) for seed in (1, 2)]
     for state in states:
         assert not state.weights.any() and not getattr(state, "target_weights", state.weights).any()
     centers = np.concatenate([state.centers for state in states])  # (2 * 4, 500)
@@ -210,7 +210,7 @@ def test_batches_are_drawn_evenly_from_the_last_ten_transitions(name, monkeypatc
     flags = "--num-envs 4 --buffer-size 10 --batch-size 20000 --num-centers 3"
     updates = watch_losses(monkeypatch, script)
     run = noise_run(script, flags, learning_rate=0.0)
-    state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
+    state, train_step = script.init_state(run), jit(script.train_step, run)
     began = []  # the observations in which the transitions so far began, which no two share
     for _ in range(7):
         began += [obs.tobytes() for obs in np.asarray(state.obs)]
@@ -226,7 +226,7 @@ def test_batches_are_drawn_evenly_from_the_last_ten_transitions(name, monkeypatc
 def test_the_buffer_keeps_the_last_transitions_also_near_the_largest_number_of_steps(name):
     script = load(name)
     run = noise_run(script, "--num-envs 4 --buffer-size 10 --num-centers 3")
-    state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
+    state, train_step = script.init_state(run), jit(script.train_step, run)
     state, began = state._replace(timesteps=jnp.array(2**31 - 22)), []
     for _ in range(5):
         began += [*np.asarray(state.obs)]
@@ -243,7 +243,7 @@ def test_each_update_of_each_run_draws_another_batch_from_all_places(name, monke
     for seed in (1, 2):
         flags = f"--buffer-size {size} --batch-size 5000 --num-centers 3"
         run = noise_run(script, flags, seed=seed)
-        state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
+        state, train_step = script.init_state(run), jit(script.train_step, run)
         numbered = state.buffer._replace(obs=jnp.tile(jnp.arange(float(size))[:, None], 4))
         state = state._replace(timesteps=size, buffer=numbered)
         for _ in range(2):
@@ -268,7 +268,7 @@ def test_actions_are_random_with_probability_epsilon(name, own, epsilons, monkey
     script = load(name)
     run = noise_run(script, "--num-envs 6000 --num-centers 3", learning_rate=0.0, **own)
     steps = watch(monkeypatch, script, "vector_step")
-    state, train_step = jit(script.init_state, run)(), jit(script.train_step, run)
+    state, train_step = script.init_state(run), jit(script.train_step, run)
     state = state._replace(weights=jnp.repeat(jnp.array([[0.0], [1.0], [0.0]]), 3, axis=1))
     for epsilon in epsilons:
         state, (metrics, _) = train_step(state, None)
@@ -294,7 +294,7 @@ def test_returned_weights_play_in_gymnasium_as_they_were_evaluated(monkeypatch):
     """Not other ones, as the averaged weights of the targets. Only the first episode counts."""
     script = load(REPLAY)
     run = pole_run(script, "--num-centers 9 --eval-episodes 3")
-    first, evaluate = jit(script.init_state, run)(), jit(script.evaluate, run)
+    first, evaluate = script.init_state(run), jit(script.evaluate, run)
     resets = watch(monkeypatch, Pole, "reset", "params", ordered=False)
     for i, weights in enumerate(np.random.default_rng(1).normal(size=(20, 2, 9))):
         resets.clear()
@@ -313,7 +313,7 @@ def test_returns_are_nan_where_no_episode_ends(monkeypatch):
     monkeypatch.setattr(Noise, "is_truncated", lambda self, state, params: jnp.array(False))
     script = load(REPLAY)
     run = noise_run(script, "--num-intervals 1 --eval-episodes 2 --total-timesteps 200")
-    state, [line] = train(script, run, jit(script.init_state, run)())
+    state, [line] = train(script, run, script.init_state(run))
     assert np.isnan(line["returns"])
     assert np.isnan(jit(script.evaluate, run)(state)["greedy_return"]).all()
 

@@ -3,11 +3,10 @@
     python tests/benchmark/benchmark.py seconds ablations    # or other sections
     JOBS=5 python tests/benchmark/benchmark.py lesson        # five commands at once, on a GPU
 
-The sections are `lesson`, `learning`, `ablations`, `padding`, `tasks`, `seconds` and `recipes`. On
-two cores, `learning` takes about an hour and a half, `tasks` one, and the others half of one or
-less. A section draws its pictures, and replaces its table in the page that has its mark, up to the
-line that says when it was measured. What stands around it is written by hand: read it again after a
-section has run.
+The sections are `lesson`, `learning`, `ablations`, `tasks`, `seconds` and `recipes`. On two cores,
+`lesson` takes about an hour, `learning` one and a half, `tasks` one, and the others half of one or
+less. A section replaces its table in the page that has its mark, up to the line that says when it
+was measured. What stands around it is written by hand: read it again after a section has run.
 """
 
 import argparse
@@ -126,17 +125,6 @@ def cartpole_cells(result):
         "never" if np.isinf(first) else f"{first / 1e3:.0f}k",
         mean(np.nanmean(returns[-3:], axis=0), 0),
     ]
-
-
-def dots(axes, rows):
-    """Draw a dot for each run, and a line at their mean, for each (label, returns)."""
-    for i, (_, values) in enumerate(rows):
-        spread = np.linspace(-0.3, 0.3, len(values))  # so that all dots are seen
-        axes.plot(np.sort(values), -i + spread, ".", markersize=4, alpha=0.6)
-        axes.plot([values.mean()] * 2, [-i - 0.4, -i + 0.4], color="black", linewidth=1)
-    axes.set_yticks(range(0, -len(rows), -1), [label for label, _ in rows])
-    axes.set_xlabel("greedy return")
-    axes.grid(axis="x", alpha=0.3)
 
 
 # The sections. Each returns its part of the page.
@@ -268,38 +256,15 @@ def ablations():
     fresh = f"--num-seeds 40 {FRESH}"
     commands = [(script, f"{flags} {fresh}", *text) for script, flags, *text in changes.values()]
     results = dict(zip(changes, run_all(commands), strict=True))
-    figure = Figure(figsize=(8, 4.2), layout="constrained", dpi=120)
-    axes = figure.subplots()
-    dots(axes, [(what, greedy_means(result)) for what, result in results.items()])
-    axes.axvline(475, color="gray", linestyle=":")
-    figure.savefig(PICTURES / "ablations.png")
     rows = [[what, *cartpole_cells(result)] for what, result in results.items()]
     return table(["change", *CARTPOLE_HEAD], rows)
 
 
+# Other tasks, with the commands of the docstrings, and a bound that a good run reaches.
 CONTINUOUS = (
     "--env-id MountainCarContinuous-v0"
     " --num-envs 64 --num-iterations 200 --learning-rate 0.005 --gamma 1"
 )
-
-
-def padding():
-    """Padding and truncation on three tasks."""
-    tasks = ["--env-id CartPole-v1", CONTINUOUS, "--env-id FourRooms-misc"]
-    figure = Figure(figsize=(10, 2.2), layout="constrained", dpi=120)
-    rows = []
-    for axes, flags in zip(figure.subplots(1, 3), tasks, strict=True):
-        syncs = "padding", "truncation"
-        commands = [(REINFORCE, f"{flags} --num-seeds 40 {FRESH} --sync {x}") for x in syncs]
-        returns = [greedy_means(result) for result in run_all(commands)]
-        dots(axes, list(zip(syncs, returns, strict=True)))
-        axes.set(title=flags.split()[1])
-        rows.append([f"`{REINFORCE} {flags}`", *(f"{mean(x, 2)} ({x.min():.2f})" for x in returns)])
-    figure.savefig(PICTURES / "padding.png")
-    return table(["command", "padding: mean (worst)", "truncation"], rows)
-
-
-# Other tasks, with the commands of the docstrings, and a bound that a good run reaches.
 ACROBOT = "--env-id Acrobot-v1 --num-centers 1000 --total-timesteps 5e5"
 ACROBOT_EPISODES = "--env-id Acrobot-v1 --num-envs 256 --num-iterations 50 --learning-rate 0.03"
 TASKS = [
@@ -376,7 +341,7 @@ def write(name, text):
 
 def main():
     """Run the sections that are asked for."""
-    sections = {f.__name__: f for f in (lesson, learning, ablations, padding, tasks, seconds)}
+    sections = {f.__name__: f for f in (lesson, learning, ablations, tasks, seconds)}
     parser = argparse.ArgumentParser()
     parser.add_argument("sections", nargs="+", choices=[*sections, "recipes"], metavar="SECTION")
     for name in parser.parse_args().sections:
