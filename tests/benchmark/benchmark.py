@@ -132,10 +132,10 @@ def cartpole_cells(result):
 MOUNTAIN_CAR = "--env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 --sigma 0.15"
 # Each step adds one idea. All updates learn from 16 transitions.
 STEPS = {
-    "Q-learning": (PARALLEL, ""),
-    "+ replay buffer": (REPLAY, "--batch-size 16 --tau 1"),
-    "+ averaged weights": (REPLAY, "--batch-size 16"),
-    "+ decaying epsilon": (DECAY, "--batch-size 16"),
+    "parallel_td.py": (PARALLEL, ""),
+    "and a replay buffer": (REPLAY, "--batch-size 16 --tau 1"),
+    "and averaged weights: replay_td.py": (REPLAY, "--batch-size 16"),
+    "and a decaying epsilon: epsilon_decay_td.py": (DECAY, "--batch-size 16"),
 }
 RATES = ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3"]
 # Flags, the bound of a run that passes, and seeds on which the rate is chosen. On CartPole-v1, ten
@@ -202,7 +202,7 @@ def draw_lesson(results):
         low, median, high = np.quantile(y, [0.1, 0.5, 0.9], axis=1)
         axes.fill_between(x, low, high, color="C0", alpha=0.25, linewidth=0)
         axes.plot(x, median, color="C0", linewidth=2.5)
-        axes.set_title(step, fontsize="medium")
+        axes.set_title(step.replace(": ", "\n"), fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set(ylabel="greedy return")
     figure.supxlabel("thousand environment steps", fontsize="medium")
