@@ -1,6 +1,6 @@
 """The race: algorithms of the same name in different code, on CartPole-v1, on CPU cores.
 
-    python tests/benchmark/race.py                             # all programs, three hours and a half
+    python tests/benchmark/race.py                             # all programs, in about two hours
     python tests/benchmark/race.py --only ours-ppo rejax-ppo   # two of them, the others as stored
     python tests/benchmark/race.py --agents 2 --fraction 0.1   # a trial with a tenth of each budget
 
