@@ -289,7 +289,7 @@ def tasks():
     for (script, flags, bound), result in zip(TASKS, results, strict=True):
         greedy = greedy_means(result)
         reached = f"{np.sum(greedy >= bound)} of 100 ({bound})"
-        rows.append([f"`python {script} {flags}`", mean(greedy), f"{greedy.min():.1f}", reached])
+        rows.append([f"`{script} {flags}`", mean(greedy), f"{greedy.min():.1f}", reached])
     return table(["command", "mean", "worst run", "reach the bound"], rows)
 
 
@@ -332,8 +332,7 @@ def write(name, text):
         commit += " with changes"
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     devices = " and ".join(sorted(DEVICES)).replace("cpu", model)
-    packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "optax", "gymnax"))
-    machine = f"{devices}, Python {platform.python_version()}, {packages}"
+    machine = f"{devices}, Python {platform.python_version()}, jax {version('jax')}"
     stamp = f"Measured on {date.today()}, commit {commit}: {machine}.\n"
     mark = f"<!-- {name} -->\n"
     [page] = [page for page in PAGES if mark in page.read_text()]
