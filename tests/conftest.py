@@ -7,7 +7,6 @@ must follow from it. Bounds on frequencies are at least five standard deviations
 test also passes after a change of the keys, or of the order in which they are split.
 """
 
-import gc
 import importlib
 import inspect
 import os
@@ -34,7 +33,6 @@ if version("jax").startswith("0.10."):  # jax 0.11 does not know this flag
 CACHE = tempfile.TemporaryDirectory()
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-gc.set_threshold(100_000)  # jax makes many objects: looking for garbage less often saves a tenth
 import jax
 import numpy as np
 
