@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GRID, jit, load, one_run
+from conftest import jit, one_run
 from test_recipes import changed
 
 RIGHT, DOWN, LEFT, UP = range(4)
@@ -97,14 +97,6 @@ def test_slippery_agents_that_never_arrive_take_infinitely_many_steps():
     learned = {"greedy_steps": np.full(2, np.inf), "start_value": np.zeros(2)}
     text = changed("slippery_moves").report(learned | {"q_table": np.zeros((2, 1, 3, 4))}, ...)
     assert "0 of 2 greedy agents reach the goal in all episodes  mean steps inf" in text
-
-
-def test_dyna_q_without_planning_is_q_learning():
-    tables = []
-    for script, flags in (load(GRID), ""), (changed("dyna_q"), "--planning-steps 0"):
-        run = one_run(script, f"--num-rows 3 --num-columns 4 {flags}")
-        tables.append(jit(script.train_block, run)(script.init_state(run), None)[0].q_table)
-    np.testing.assert_allclose(*tables, atol=1e-6)
 
 
 def test_dyna_q_makes_as_many_planned_updates_as_it_is_asked_for():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_independent, halves, jit, one_run, train, watch
+from conftest import assert_independent, halves, one_run, train, watch
 from matplotlib.figure import Figure
 from matplotlib.quiver import Quiver
 
@@ -21,8 +21,8 @@ RIGHT, DOWN, LEFT, UP = range(4)
 MOVES = {RIGHT: (0, 1), DOWN: (1, 0), LEFT: (0, -1), UP: (-1, 0)}
 ROWS, COLUMNS = 3, 5
 START, GOAL, TRAP = (2, 4), (0, 0), (1, 0)
-FLAGS = "--num-rows 3 --num-columns 5 --total-timesteps 4500 --num-intervals 2 --seed 5"
-INTERVAL = 3000  # steps: 4,500 are rounded up to five blocks of 1,000, and these to twice three
+FLAGS = "--num-rows 3 --num-columns 5 --total-timesteps 2500 --num-intervals 2 --seed 5"
+INTERVAL = 2000  # steps: 2,500 are rounded up to three blocks of 1,000, and these to twice two
 env_step = grid.env_step
 
 
@@ -59,7 +59,7 @@ def test_moves_stay_inside_the_grid_and_end_at_the_goal(learning):
 
 def test_each_step_is_an_update_of_q_learning(learning):
     q = np.zeros((ROWS, COLUMNS, 4))
-    for step in learning.steps[:4500]:  # those that are rounded up teach nothing
+    for step in learning.steps[:2500]:  # those that are rounded up teach nothing
         next_cell, reward, terminated = step.out
         entry = (*step.cell, step.action)
         target = reward + 0.8 * q[tuple(next_cell)].max() * (not terminated)  # gamma 0.8
@@ -84,22 +84,28 @@ def test_an_interval_counts_its_steps_and_the_episodes_that_ended_from_their_sta
 BEST = {1: [RIGHT], 2: [RIGHT, LEFT], 3: [RIGHT, LEFT, UP], 4: [RIGHT, DOWN, LEFT, UP]}
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.3])
-def test_exploring_actions_and_best_actions_are_equally_likely(epsilon, monkeypatch):
+def test_exploring_actions_and_best_actions_are_equally_likely(monkeypatch):
     steps = watch(monkeypatch, grid, "env_step", "cell action")
-    run = one_run(grid, FLAGS, learning_rate=0.0, epsilon=epsilon)  # the table stays as it is
     q = np.zeros((ROWS, COLUMNS, 4), np.float32)
     for column, best in BEST.items():
         q[:, column, best] = 0.5
-    jit(grid.train_interval, run)(grid.init_state(run)._replace(q_table=jnp.array(q)))
-    jax.effects_barrier()
-    for column, best in BEST.items():
-        taken = [int(step.action) for step in steps if step.cell[1] == column]
-        p = np.full(4, epsilon / 4)
-        p[best] += (1 - epsilon) / len(best)
-        off = np.abs(np.bincount(taken, minlength=4) - len(taken) * p)
-        assert np.all(off <= 5 * np.sqrt(len(taken) * p * (1 - p)) + 1e-9)
-        assert len(taken) > 200
+
+    @jax.jit
+    def train_once(epsilon):  # the table stays as it is
+        run = one_run(grid, FLAGS, learning_rate=0.0, epsilon=epsilon)
+        return grid.train_interval(run, grid.init_state(run)._replace(q_table=jnp.array(q)))[1]
+
+    for epsilon in (0.0, 0.3):
+        steps.clear()
+        jax.block_until_ready(train_once(epsilon))
+        jax.effects_barrier()
+        for column, best in BEST.items():
+            taken = [int(step.action) for step in steps if step.cell[1] == column]
+            p = np.full(4, epsilon / 4)
+            p[best] += (1 - epsilon) / len(best)
+            off = np.abs(np.bincount(taken, minlength=4) - len(taken) * p)
+            assert np.all(off <= 5 * np.sqrt(len(taken) * p * (1 - p)) + 1e-9)
+            assert len(taken) > 100
 
 
 def test_only_equal_values_are_equally_good():
@@ -111,16 +117,17 @@ def test_only_equal_values_are_equally_good():
 
 def test_actions_of_other_steps_blocks_and_runs_are_independent(monkeypatch):
     """One action is best everywhere, and 40 % of the steps explore."""
-    of_run, steps = [], watch(monkeypatch, grid, "env_step", "cell action")
-    flags = "--num-rows 3 --num-columns 5 --total-timesteps 2000 --num-intervals 1"
-    for seed in (1, 2):
-        steps.clear()
-        run = one_run(grid, flags, learning_rate=0.0, epsilon=0.4, seed=seed)
+    steps = watch(monkeypatch, grid, "env_step", "cell action")
+
+    @jax.jit
+    def train_once(seed):
+        run = one_run(grid, FLAGS, learning_rate=0.0, epsilon=0.4, seed=seed)
         table = jnp.zeros((ROWS, COLUMNS, 4)).at[..., DOWN].set(1.0)
-        jit(grid.train_interval, run)(grid.init_state(run)._replace(q_table=table))
-        jax.effects_barrier()
-        of_run.append(np.array([step.action for step in steps]))
-    p, (one, other) = [0.1, 0.7, 0.1, 0.1], of_run
+        return grid.train_interval(run, grid.init_state(run)._replace(q_table=table))[1]
+
+    jax.block_until_ready([train_once(seed) for seed in (1, 2)])
+    jax.effects_barrier()
+    p, (one, other) = [0.1, 0.7, 0.1, 0.1], np.split(np.array([x.action for x in steps]), 2)
     assert_independent(one[1:], one[:-1], p)
     assert_independent(one[1000:], one[:-1000], p)
     assert_independent(one, other, p)

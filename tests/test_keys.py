@@ -40,6 +40,10 @@ SMALL = {
 }
 
 
+# epsilon_decay_td.py does all that replay_td.py does.
+DISTINCT = [name for name in LEARNERS if name != REPLAY]
+
+
 def small_run(name, flags="", run_of=pole_run, **values):
     """A short run: on the pole of environments.py, or in the grid."""
     run_of = one_run if name == GRID else run_of
@@ -77,7 +81,7 @@ def test_no_key_is_used_twice_in_an_episode_that_is_only_played():
         jit(load(CAR).play, one_run(load(CAR)))(jax.random.key(0))
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_a_run_is_the_same_alone_and_beside_others(name):
     script = load(name)
 
@@ -97,7 +101,7 @@ def noisy_run(name, num_envs, seed):
     return noise_run(load(name), flags, seed=seed, learning_rate=0.0)
 
 
-@pytest.mark.parametrize("name", [*TRIO, REINFORCE])
+@pytest.mark.parametrize("name", [PARALLEL, DECAY, REINFORCE])
 def test_environments_never_get_the_same_random_numbers_twice(name, monkeypatch):
     """Neither in other steps, environments, updates or runs, nor in evaluation."""
     script = load(name)
@@ -117,7 +121,7 @@ def test_environments_never_get_the_same_random_numbers_twice(name, monkeypatch)
     assert np.all(np.equal(returns, Noise.default_params.max_steps_in_episode))  # 1 in each step
 
 
-@pytest.mark.parametrize("name", [*TRIO, REINFORCE])
+@pytest.mark.parametrize("name", [PARALLEL, DECAY, REINFORCE])
 def test_actions_of_other_steps_updates_environments_and_runs_are_independent(name, monkeypatch):
     script, p = load(name), [0.6, 0.2, 0.2]  # all values are equal, so the first action is best
     if name == REINFORCE:
@@ -148,7 +152,7 @@ FIFTY = dict.fromkeys(TRIO, "--total-timesteps 200")  # updates, or blocks of th
 FIFTY |= {REINFORCE: "--num-iterations 50", GRID: "--total-timesteps 49500"}
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
     """Fifty updates are asked for. In 17 intervals, 51 are made, and the last one has no effect.
 
@@ -165,7 +169,7 @@ def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *learned)
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_the_ends_of_each_range_of_values_and_the_largest_seeds_stay_finite(name):
     """All combinations, as one program."""
     script, flags = load(name), f"--seed {2**31 - 2} --num-seeds 2"

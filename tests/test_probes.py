@@ -4,7 +4,7 @@ They are the first thing to try on a changed learner (Jones, "Debugging RL, with
 pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
 look: at the loss, features, discount, maximum over next actions, actions, or the time limit.
 
-    python -m pytest -q tests/test_probes.py                          # three of the scripts
+    python -m pytest -q tests/test_probes.py                          # two of the scripts
     python -m pytest -q tests/test_probes.py --script my_copy.py      # a changed copy of one
     python -m pytest -q tests/test_probes.py --script my_copy.py --flags "--my-flag 3"
 
@@ -19,7 +19,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import DECAY, PARALLEL, REINFORCE, jit, load
+from conftest import DECAY, REINFORCE, jit, load
 from environments import run_in
 from flax import struct
 from gymnax.environments import environment, spaces
@@ -201,12 +201,9 @@ def criticize(script, probe, flags=""):
 
 
 def pytest_generate_tests(metafunc):
-    """REINFORCE learns no values, so it is only tried where actions matter.
-
-    epsilon_decay_td.py does all that replay_td.py does.
-    """
+    """REINFORCE learns no values, so it is only tried where actions matter."""
     own = metafunc.config.getoption("script")
-    scripts = {name: load(name) for name in [PARALLEL, DECAY, REINFORCE]}
+    scripts = {name: load(name) for name in [DECAY, REINFORCE]}
     if own:
         path = metafunc.config.invocation_params.dir / own
         spec = importlib.util.spec_from_file_location(path.stem, path)

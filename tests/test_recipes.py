@@ -317,10 +317,10 @@ def test_a_crash_terminates_and_the_time_limit_truncates(highway):
     # With both limits at 30 s, an adapter that passes on `done` would terminate at the limit.
     params = env.default_params.replace(inner=env.default_params.inner.replace(duration=30.0))
     assert env.inner.n_sub_ts_per_t * params.inner.seconds_per_sub_t == 1  # a step is a second
-    step, inner_step = jax.jit(env.step), jax.jit(env.inner.step_env)
-    inner_reset = jax.jit(env.inner.reset)
+    reset, step = jax.jit(env.reset), jax.jit(env.step)
+    inner_reset, inner_step = jax.jit(env.inner.reset), jax.jit(env.inner.step_env)
     for action, crashes in (3, True), (4, False):  # faster, slower
-        obs, state = env.reset(key, params)
+        obs, state = reset(key, params)
         inner_obs, inner_state = inner_reset(key, params.inner)
         np.testing.assert_allclose(obs, highway.SCALE * inner_obs, rtol=1e-5)
         ended, length = False, 0

@@ -6,6 +6,7 @@ checks one fact of that record. Functions that are the same in all three are tes
 """
 
 import collections
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -240,14 +241,17 @@ def test_each_update_of_each_run_draws_another_batch_from_all_places(name, monke
     """Two updates of two runs, with batches of 5,000 from a large full buffer."""
     script, size = load(name), 200_000
     updates = watch_losses(monkeypatch, script)
-    for seed in (1, 2):
+
+    @jax.jit
+    def learn_twice(seed):
         flags = f"--buffer-size {size} --batch-size 5000 --num-centers 3"
         run = noise_run(script, flags, seed=seed)
-        state, train_step = script.init_state(run), jit(script.train_step, run)
+        state = script.init_state(run)
         numbered = state.buffer._replace(obs=jnp.tile(jnp.arange(float(size))[:, None], 4))
         state = state._replace(timesteps=size, buffer=numbered)
-        for _ in range(2):
-            state, _ = train_step(state, None)
+        return jax.lax.scan(partial(script.train_step, run), state, length=2)[1]
+
+    jax.block_until_ready([learn_twice(seed) for seed in (1, 2)])
     jax.effects_barrier()
     places = [update.batch.obs[:, 0] / size for update in updates]
     for drawn in places:
