@@ -43,8 +43,8 @@ def value_after(lines):
 
 
 def steps_after(lines):
-    """The toy's steps. They differ between runs; their sum needs more than 32 bits."""
-    return lines * (2**27 + 2**20 * seed + 1)
+    """The toy's steps. Those of seeds and settings differ; their sum needs more than 32 bits."""
+    return lines * (2**27 + 2**20 * seed + 2**24 * rate + 1)
 
 
 def returns_in(line):
@@ -65,7 +65,8 @@ def init_state(run):
 def train_interval(run, state):
     value, line = state.value + run.learning_rate, state.line + 1
     returns = jnp.where((run.seed == 7) & (line == 1), jnp.nan, 20 * value * run.gamma - 500)
-    state = State(value, line, line * (2**27 + 2**20 * run.seed + 1))
+    more = (2**24 * run.learning_rate).astype(int)
+    state = State(value, line, line * (2**27 + 2**20 * run.seed + more + 1))
     return state, {"returns": returns, "episode_steps": value**2, "episodes": value}
 
 
