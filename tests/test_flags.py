@@ -43,6 +43,7 @@ LIMITS = [
     ([CAR], "--num-episodes", "1 1e9", "0 0.5"),
     (TRIO[1:], "--num-envs 16 --buffer-size", "16", "15"),  # a vector step must fit
     ([REINFORCE], "--num-envs", "2", "1"),  # the baseline is a mean
+    ([REINFORCE], "--sync truncation --num-envs", "2", "1"),
     ([REINFORCE], "--num-envs 2 --num-iterations", "1073741", "1073742"),  # 2**30 steps
     ([REINFORCE], "--gif x.gif --env-id", "Pong-misc", "FrozenLake-misc"),  # gymnax draws no lake
     ([CAR], "--save x.npz --num-episodes", "500000", "500001"),  # too large a file
