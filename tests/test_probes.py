@@ -212,7 +212,8 @@ def pytest_generate_tests(metafunc):
     cases, names = [], []
     for name, script in scripts.items():
         if hasattr(script, "q_values"):
-            attempts = [(learn, probe) for probe in VALUES]
+            probes = VALUES if own else (Best, Match, Memory, Endless)  # which include the others
+            attempts = [(learn, probe) for probe in probes]
         else:
             attempts = [(play, probe) for probe in (Choice, Match, Memory, Aim)]
         if hasattr(script, "state_value"):
