@@ -4,7 +4,7 @@ They are the first thing to try on a changed learner (Jones, "Debugging RL, with
 pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
 look: at the loss, features, discount, maximum over next actions, actions, or the time limit.
 
-    python -m pytest -q tests/test_probes.py                          # two of the scripts
+    python -m pytest -q tests/test_probes.py                          # two scripts, hard probes
     python -m pytest -q tests/test_probes.py --script my_copy.py      # a changed copy of one
     python -m pytest -q tests/test_probes.py --script my_copy.py --flags "--my-flag 3"
 
@@ -212,7 +212,7 @@ def pytest_generate_tests(metafunc):
     cases, names = [], []
     for name, script in scripts.items():
         if hasattr(script, "q_values"):
-            probes = VALUES if own else (Best, Match, Memory, Endless)  # which include the others
+            probes = VALUES if own else (Best, Match, Memory, Endless)  # the hard ones
             attempts = [(learn, probe) for probe in probes]
         else:
             attempts = [(play, probe) for probe in (Choice, Match, Memory, Aim)]

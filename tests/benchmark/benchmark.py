@@ -1,7 +1,6 @@
 """Measure what README.md and the pages beside this file say.
 
     python tests/benchmark/benchmark.py seconds ablations    # or other sections
-    JOBS=5 python tests/benchmark/benchmark.py lesson        # five commands at once, on a GPU
 
 The sections are `lesson`, `learning`, `ablations`, `tasks`, `seconds` and `recipes`. On two cores,
 `lesson` takes about an hour, `learning` one and a half, `tasks` one, and the others half of one or
@@ -10,6 +9,7 @@ was measured. What stands around it is written by hand: read it again after a se
 """
 
 import argparse
+import itertools
 import os
 import platform
 import re
@@ -17,10 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version
-from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +34,6 @@ CARTPOLE = [*TRIO, REINFORCE]
 SCRIPTS = [GRID, *CARTPOLE, CAR]
 FRESH = "--seed 271000"  # nothing was chosen on these seeds, nor on those from 400000 on
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # the seconds of a command include compiling
-os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several commands share a GPU
 DEVICES = set()  # on which the commands ran
 
 
@@ -64,12 +61,6 @@ def run(script, flags="", text=None, save=True):
             sys.exit(f"{script} {flags} failed")
         DEVICES.update(re.findall(r"devices: (.+?)  compiled", process.stdout))
         return Result(seconds, process.stdout.splitlines(), dict(np.load(saved)) if save else {})
-
-
-def for_each(function, cases):
-    """Call function(*case) for each case, for as many at once as JOBS says."""
-    with ThreadPoolExecutor(int(os.environ.get("JOBS", 1))) as pool:
-        return list(pool.map(lambda case: function(*case), cases))
 
 
 def patched(script, *recipes):
@@ -113,11 +104,12 @@ def greedy_means(result):
 CARTPOLE_HEAD = ["passed", "worst run", "greedy return", "first at 475", "training return"]
 
 
-def cartpole_cells(result):
-    """Format the columns of CARTPOLE_HEAD."""
-    greedy, returns = greedy_means(result), result.saved["curves.returns"]  # (R,), (K, R)
-    steps_at_475 = np.where(returns >= 475, result.saved["curves.timesteps"], np.inf).min(axis=0)
-    first = np.median(steps_at_475)
+def cartpole_cells(*results):
+    """Format the columns of CARTPOLE_HEAD, for the runs of all results."""
+    greedy = np.concatenate([greedy_means(result) for result in results])  # (R,)
+    returns = np.hstack([result.saved["curves.returns"] for result in results])  # (K, R)
+    timesteps = np.hstack([result.saved["curves.timesteps"] for result in results])
+    first = np.median(np.where(returns >= 475, timesteps, np.inf).min(axis=0))
     return [
         f"{np.sum(greedy >= 475):,} of {len(greedy):,}",
         f"{greedy.min():.0f}",
@@ -145,8 +137,8 @@ LESSON = {"MountainCar-v0": (MOUNTAIN_CAR, -125, 10), "CartPole-v1": ("", 475, 1
 
 def lesson():
     """What a replay buffer, averaged weights and a decaying epsilon are worth, one by one."""
-    cases = [(task, step) for task in LESSON for step in STEPS]
-    results = for_each(choose_rate_and_run, cases)
+    cases = list(itertools.product(LESSON, STEPS))
+    results = list(itertools.starmap(choose_rate_and_run, cases))
     draw_lesson([result for _, result in results[: len(STEPS)]])  # of MountainCar-v0
     rows = []
     for (task, step), (rate, result) in zip(cases, results, strict=True):
@@ -161,16 +153,13 @@ def lesson():
 
 
 def choose_rate_and_run(task, step):
-    """Choose the best learning rate. Return it, and what it makes of 100 fresh seeds.
-
-    The greedy policy is evaluated at each progress line.
-    """
+    """Choose the best learning rate. Return it, and what it makes of 100 fresh seeds."""
     (flags, _, num_seeds), (script, more) = LESSON[task], STEPS[step]
     rates = f"--learning-rate {' '.join(RATES)}"
     searched = run(script, f"{flags} {more} {rates} --num-seeds {num_seeds} --seed 60000")
     rate = RATES[best_rate(searched)]
     command = f"{flags} {more} --learning-rate {rate} --num-seeds 100 {FRESH}"
-    return rate, run(script, command, evaluated_at_each_line(script))
+    return rate, run(script, command, patched(script, "greedy_returns"))
 
 
 def best_rate(result):
@@ -178,13 +167,6 @@ def best_rate(result):
     training = np.nanmean(result.saved["curves.returns"], axis=0)  # of all lines
     scores = greedy_means(result) + training / 1000
     return scores.reshape(len(RATES), -1).mean(axis=1).argmax()
-
-
-def evaluated_at_each_line(script):
-    """Return the text of a script that also evaluates its greedy policy at each progress line."""
-    old = '    return state, {"returns": returns, **means}\n'
-    new = '    means["greedy_return"] = jnp.mean(evaluate(run, state)["greedy_return"])\n'
-    return replaced(script, old, new + old)
 
 
 def draw_lesson(results):
@@ -219,13 +201,8 @@ def learning():
         (REINFORCE, 400, 400),
     ]:
         seeds = range(500_000, 500_000 + num_seeds, size)
-        results = for_each(run, [(script, f"--num-seeds {size} --seed {seed}") for seed in seeds])
-        names = {"learned.greedy_return": 0, "curves.returns": 1, "curves.timesteps": 1}
-        saved = {
-            name: np.concatenate([result.saved[name] for result in results], axis=axis)
-            for name, axis in names.items()
-        }
-        rows.append([f"`{script}`", *cartpole_cells(results[0]._replace(saved=saved))])
+        results = [run(script, f"--num-seeds {size} --seed {seed}") for seed in seeds]
+        rows.append([f"`{script}`", *cartpole_cells(*results)])
     grid = run(GRID, "--num-seeds 400 --seed 500000")
     arrive = np.sum(grid.saved["learned.greedy_steps"] == 18)
     error = np.abs(grid.saved["learned.start_value"] - 0.9**17).max()
@@ -254,10 +231,10 @@ def ablations():
         "little exploration: --end-e 0.01": (DECAY, "--end-e 0.01"),
         "a network: dqn.patch": (DECAY, "", patched(DECAY, "dqn")),
     }
-    fresh = f"--num-seeds 40 {FRESH}"
-    commands = [(script, f"{flags} {fresh}", *text) for script, flags, *text in changes.values()]
-    results = dict(zip(changes, for_each(run, commands), strict=True))
-    rows = [[what, *cartpole_cells(result)] for what, result in results.items()]
+    rows = []
+    for what, (script, flags, *text) in changes.items():
+        result = run(script, f"{flags} --num-seeds 40 {FRESH}", *text)
+        rows.append([what, *cartpole_cells(result)])
     return table(["change", *CARTPOLE_HEAD], rows)
 
 
@@ -280,14 +257,10 @@ TASKS = [
 
 def tasks():
     """The commands for other tasks, on 100 fresh seeds."""
-    seeds = ["--seed 352000" if flags == CONTINUOUS else FRESH for _, flags, _ in TASKS]
-    pairs = zip(TASKS, seeds, strict=True)
-    results = for_each(
-        run, [(script, f"{flags} --num-seeds 100 {y}") for (script, flags, _), y in pairs]
-    )
     rows = []
-    for (script, flags, bound), result in zip(TASKS, results, strict=True):
-        greedy = greedy_means(result)
+    for script, flags, bound in TASKS:
+        seed = "--seed 352000" if flags == CONTINUOUS else FRESH
+        greedy = greedy_means(run(script, f"{flags} --num-seeds 100 {seed}"))
         reached = f"{np.sum(greedy >= bound)} of 100 ({bound})"
         rows.append([f"`{script} {flags}`", mean(greedy), f"{greedy.min():.1f}", reached])
     return table(["command", "mean", "worst run", "reach the bound"], rows)
@@ -295,9 +268,9 @@ def tasks():
 
 def seconds():
     """Whole commands, with the scripts in turn: medians of five, and of three with 20 seeds."""
-    one = np.median([list(map(seconds_of, SCRIPTS)) for _ in range(5)], axis=0)
-    twenty = [(script, "--num-seeds 20") for script in CARTPOLE]
-    many = np.median([list(starmap(seconds_of, twenty)) for _ in range(3)], axis=0)
+    one = np.median([[seconds_of(x) for x in SCRIPTS] for _ in range(5)], axis=0)
+    twenty = [[seconds_of(x, "--num-seeds 20") for x in CARTPOLE] for _ in range(3)]
+    many = np.median(twenty, axis=0)
     rows = [[f"`{x}`", f"{y[0]:.1f}", f"{y[1]:.1f}", ""] for x, y in zip(SCRIPTS, one, strict=True)]
     for script, (whole, _) in zip(CARTPOLE, many, strict=True):
         rows[SCRIPTS.index(script)][-1] = f"{whole:.1f}"
