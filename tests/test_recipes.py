@@ -25,7 +25,7 @@ import numpy as np
 import optax
 import pytest
 import test_probes
-from conftest import GRID, REINFORCE, REPLAY, ROOT, TRIO, jit, load, one_run, train, watch
+from conftest import GRID, REINFORCE, ROOT, TRIO, jit, load, one_run, train, watch
 from environments import Noise, pole_run, step_in_gymnasium
 from test_reinforce_parallel import forward
 from test_td import features
@@ -300,7 +300,6 @@ def test_reinforce_with_a_baseline_and_entropy_finds_a_softmax_and_its_value():
 
 def test_a_learner_learns_an_environment_of_ones_own(monkeypatch, tmp_path):
     """As a program, whose name may be followed by flags of the script."""
-    monkeypatch.setattr(load(REPLAY), "COMPILER_OPTIONS", {})  # compiles faster
     monkeypatch.setattr(sys, "argv", ["", "--num-intervals", "2", "--save", f"{tmp_path}/x.npz"])
     runpy.run_path(str(RECIPES / "own_environment.py"), run_name="__main__")
     # Random actions have a return of about -75. The best possible is -8.6.
