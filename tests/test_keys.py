@@ -40,7 +40,7 @@ SMALL = {
 }
 
 
-# epsilon_decay_td.py does all that the other two linear learners do.
+# Of the linear learners, epsilon_decay_td.py does most: it also has a buffer and a schedule.
 DISTINCT = [DECAY, GRID, REINFORCE]
 
 
@@ -169,7 +169,7 @@ def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *learned)
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", [PARALLEL, *DISTINCT])  # the first has --epsilon
 def test_the_ends_of_each_range_of_values_and_the_largest_seeds_stay_finite(name):
     """All combinations, as one program."""
     script, flags = load(name), f"--seed {2**31 - 2} --num-seeds 2"
