@@ -60,15 +60,16 @@ def fraction(text):
 
 
 def check_file(parser, path, *endings):
-    """Refuse a wrong ending or a missing folder, before anything is computed."""
-    if path and not (path.endswith(endings) and os.path.isdir(os.path.dirname(path) or ".")):
-        parser.error(f"{path} must end in {' or '.join(endings)}, and its folder must exist")
+    """Refuse a wrong ending or a folder that cannot be written, before anything is computed."""
+    if path and not (path.endswith(endings) and os.access(os.path.dirname(path) or ".", os.W_OK)):
+        parser.error(f"{path} must end in {' or '.join(endings)}, in a folder that can be written")
 
 
 def parse_args(argv=None):
     """Read the flags. Those of `sweep` take several values (a list), and all combinations run."""
     style = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(formatter_class=style, allow_abbrev=False)
+    what = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(description=what, formatter_class=style, allow_abbrev=False)
     flag = parser.add_argument
     sweep = partial(flag, nargs="+")
     flag("--seed", type=int, default=0, help="first seed of each setting")
@@ -91,6 +92,7 @@ def parse_args(argv=None):
     num_blocks = math.ceil(args.total_timesteps / BLOCK)
     args.interval_blocks = math.ceil(num_blocks / args.num_intervals)
     args.num_intervals = math.ceil(num_blocks / args.interval_blocks)
+    args.interval_timesteps = args.interval_blocks * BLOCK
     return args
 
 
@@ -265,15 +267,7 @@ def make_runs(args):
     return runs, settings
 
 
-def divide(runs):
-    """Choose devices, and repeat the first runs until each device has equally many."""
-    num_runs = len(runs["seed"])
-    devices = jax.devices()[:num_runs]
-    length = math.ceil(num_runs / len(devices)) * len(devices)
-    return devices, {name: np.resize(array, length) for name, array in runs.items()}
-
-
-def compile_over_runs(function, *inputs, fixed, devices):
+def compile_over_runs(function, *inputs, fixed, devices, donate=()):
     """Compile function(run, *arrays) of one run into a function of (runs, *arrays) of all."""
 
     def one_run(arrays):
@@ -290,7 +284,22 @@ def compile_over_runs(function, *inputs, fixed, devices):
     # check_vma would reject loops whose carry starts as a constant.
     sharded = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
-    return jax.jit(sharded, compiler_options=options).lower(*inputs).compile()
+    jitted = jax.jit(sharded, compiler_options=options, donate_argnums=donate)
+    return jitted.lower(*inputs).compile()
+
+
+def setting_mean(metrics, name, rows):
+    """Mean of a metric over the runs of one setting. Steps are averaged over all episodes."""
+    values, episodes = metrics[name][rows], metrics["episodes"][rows]
+    if name != "episode_steps":
+        return values.mean()
+    return values.sum() / episodes.sum() if any(episodes) else np.nan
+
+
+def low_to_high(numbers, form="#.4g"):
+    """Text of the lowest and the highest number, or of one if they look the same. nan is last."""
+    ends = [f"{number:{form}}" for number in np.sort(numbers)[[0, -1]]]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def gather(tree, num_runs):
@@ -310,32 +319,37 @@ def main(argv=None):
     versions = {name: version(name) for name in ("jax", "jaxlib")}
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, padded = divide(runs)
+    devices = jax.devices()[:num_runs]
+    # The first runs are repeated until each device has equally many.
+    length = math.ceil(num_runs / len(devices)) * len(devices)
+    padded = {name: np.resize(array, length) for name, array in runs.items()}
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()
     over_runs = partial(compile_over_runs, fixed=vars(args), devices=devices)
     state = over_runs(init_state, padded)(padded)
-    train = over_runs(train_interval, padded, state)
+    train = over_runs(train_interval, padded, state, donate=1)  # it may reuse the state's memory
     finish = over_runs(evaluate, padded, state)
     hardware = f"{len(devices)} x {devices[0].device_kind}"
     seconds = time.perf_counter() - began
     print(f"runs: {num_runs}  devices: {hardware}  compiled in {seconds:.1f} s")
-    print("means over all runs:", flush=True)
+    several = f"lowest to highest mean of {len(settings)} settings:"
+    print("means over all runs:" if len(settings) == 1 else several, flush=True)
 
     history = []
     began = time.perf_counter()
-    for _ in range(args.num_intervals):
+    for i in range(1, args.num_intervals + 1):
         state, metrics = train(padded, state)
-        timesteps, metrics = gather((state.timesteps, metrics), num_runs)  # waits for `train`
+        metrics = gather(metrics, num_runs)  # waits for `train`
         seconds = time.perf_counter() - began
+        timesteps = np.full(num_runs, i * args.interval_timesteps)
         history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # add a logger here
-        with np.errstate(invalid="ignore"):  # nan if no episode ended
-            length = metrics.pop("episode_steps").sum() / metrics["episodes"].sum()
-        words = [f"{name} {values.mean():#.4g}" for name, values in metrics.items()]
-        words.append(f"steps/episode {length:,.1f}")
+        words = []
+        for name in metrics:
+            means = [setting_mean(metrics, name, rows) for _, rows in settings]
+            words.append(f"{name} {low_to_high(means)}")
         speed = f"{timesteps.sum() / seconds:,.0f} steps/s in total"
-        print(f"step {timesteps.mean():,.0f}", *words, speed, sep="  ", flush=True)
+        print(f"step {timesteps[0]:,}", *words, speed, sep="  ", flush=True)
 
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)

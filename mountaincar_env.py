@@ -146,7 +146,10 @@ def choose_action(args, obs, uniform):
 
 
 def play(args, key):
-    """Play one episode. Return its totals and, for --save, its steps (T,), padded."""
+    """Play one episode. Return its totals and, for --save, its steps (T,), padded.
+
+    It calls `step_env` T times, and not `step`, which would reset the car at the time limit.
+    """
 
     def step(carry, draws):
         obs, env_state, mask, totals = carry
@@ -178,15 +181,16 @@ def count(text):
 
 
 def check_file(parser, path, *endings):
-    """Refuse a wrong ending or a missing folder, before anything is computed."""
-    if path and not (path.endswith(endings) and os.path.isdir(os.path.dirname(path) or ".")):
-        parser.error(f"{path} must end in {' or '.join(endings)}, and its folder must exist")
+    """Refuse a wrong ending or a folder that cannot be written, before anything is computed."""
+    if path and not (path.endswith(endings) and os.access(os.path.dirname(path) or ".", os.W_OK)):
+        parser.error(f"{path} must end in {' or '.join(endings)}, in a folder that can be written")
 
 
 def parse_args(argv=None):
     """Read the flags."""
     style = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(formatter_class=style, allow_abbrev=False)
+    what = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(description=what, formatter_class=style, allow_abbrev=False)
     flag = parser.add_argument
     flag("--seed", type=int, default=0, help="seed of all episodes")
     flag("--num-episodes", type=count, default=2_000_000, help="episodes to play")

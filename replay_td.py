@@ -82,15 +82,16 @@ def positive(text):
 
 
 def check_file(parser, path, *endings):
-    """Refuse a wrong ending or a missing folder, before anything is computed."""
-    if path and not (path.endswith(endings) and os.path.isdir(os.path.dirname(path) or ".")):
-        parser.error(f"{path} must end in {' or '.join(endings)}, and its folder must exist")
+    """Refuse a wrong ending or a folder that cannot be written, before anything is computed."""
+    if path and not (path.endswith(endings) and os.access(os.path.dirname(path) or ".", os.W_OK)):
+        parser.error(f"{path} must end in {' or '.join(endings)}, in a folder that can be written")
 
 
 def parse_args(argv=None):
     """Read the flags. Those of `sweep` take several values (a list), and all combinations run."""
     style = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(formatter_class=style, allow_abbrev=False)
+    what = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(description=what, formatter_class=style, allow_abbrev=False)
     flag = parser.add_argument
     sweep = partial(flag, nargs="+")
     flag("--env-id", choices=list(OBS_SCALE), default="CartPole-v1", help="gymnax environment")
@@ -121,6 +122,7 @@ def parse_args(argv=None):
     args.num_updates = math.ceil(args.total_timesteps / args.num_envs)
     args.interval_updates = math.ceil(args.num_updates / args.num_intervals)
     args.num_intervals = math.ceil(args.num_updates / args.interval_updates)
+    args.interval_timesteps = args.interval_updates * args.num_envs
     return args
 
 
@@ -212,14 +214,14 @@ def select_action(epsilon, q, uniform):
 
 
 def vector_step(run, state, _):
-    """Step N environments. Also return the transitions, and LogWrapper's episode statistics."""
+    """Step N environments. Also return the transitions, and sums over the episodes that ended."""
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
     uniform = jax.random.uniform(key_uniform, (run.num_envs, 2))
     q = jax.vmap(partial(q_values, run, state.centers, state.weights))(state.obs)  # (N, A)
     action = jax.vmap(partial(select_action, run.epsilon))(q, uniform)  # (N,)
-    step = jax.vmap(partial(run.env.step, params=run.env_params))
-    obs, env_state, reward, terminated, _, info = step(step_keys, state.env_state, action)
+    env_step = jax.vmap(partial(run.env.step, params=run.env_params))
+    obs, env_state, reward, terminated, _, info = env_step(step_keys, state.env_state, action)
     transitions = Transition(
         obs=state.obs,
         action=action,
@@ -227,9 +229,11 @@ def vector_step(run, state, _):
         next_obs=info["final_observation"],  # `obs` may already belong to the next episode
         terminated=terminated,
     )
-    timesteps = state.timesteps + run.num_envs
-    state = state._replace(key=key, env_state=env_state, obs=obs, timesteps=timesteps)
-    return state, (transitions, info)
+    # LogWrapper repeats the last return in every step: count it only where an episode ended.
+    ended = info["returned_episode"]
+    returns = jnp.sum(info["returned_episode_returns"], where=ended)
+    sums = {"returns": returns, "episodes": jnp.sum(ended)}
+    return state._replace(key=key, env_state=env_state, obs=obs), (transitions, sums)
 
 
 def td_target(run, centers, weights, transition):
@@ -254,11 +258,12 @@ def td_loss(run, centers, weights, batch, targets):
 def train_step(run, state, _):
     """Store the transitions of one vector step, then learn from a random batch of all stored."""
     slots = (state.timesteps + jnp.arange(run.num_envs)) % run.buffer_size
-    state, (transitions, info) = vector_step(run, state, None)
+    state, (transitions, sums) = vector_step(run, state, None)
     buffer = jax.tree.map(lambda old, new: old.at[slots].set(new), state.buffer, transitions)
     key, key_batch = jax.random.split(state.key)
-    state = state._replace(key=key, buffer=buffer)
-    num_stored = jnp.minimum(state.timesteps, run.buffer_size)
+    timesteps = state.timesteps + run.num_envs
+    state = state._replace(key=key, buffer=buffer, timesteps=timesteps)
+    num_stored = jnp.minimum(timesteps, run.buffer_size)
     chosen = jax.random.randint(key_batch, run.batch_size, 0, num_stored)
     batch = jax.tree.map(lambda column: column[chosen], buffer)  # (B,)
     # The targets are computed outside of the loss, so no gradient flows through them.
@@ -269,18 +274,17 @@ def train_step(run, state, _):
     weights = optax.apply_updates(state.weights, updates)
     target_weights = optax.incremental_update(weights, state.target_weights, run.tau)
     state = state._replace(weights=weights, target_weights=target_weights, opt_state=opt_state)
-    return state, (metrics, info)
+    return state, (metrics, sums)
 
 
 def train_interval(run, state):
     """Make the updates up to the next progress line. Also return what it shows."""
-    step = partial(train_step, run)
-    state, (metrics, info) = jax.lax.scan(step, state, length=run.interval_updates)
+    updates = partial(train_step, run)
+    state, (metrics, sums) = jax.lax.scan(updates, state, length=run.interval_updates)
     means = jax.tree.map(jnp.mean, metrics)
-    # LogWrapper repeats the last return in every step: count it only where an episode ended.
-    ended = info["returned_episode"]
-    returns = jnp.mean(info["returned_episode_returns"], where=ended)  # nan if none ended
-    return state, {"returns": returns, **means}
+    episodes = jnp.sum(sums["episodes"])
+    returns = jnp.sum(sums["returns"]) / episodes  # nan if none ended
+    return state, {"returns": returns, "episodes": episodes, **means}
 
 
 def greedy_return(run, centers, weights, key):
@@ -303,16 +307,21 @@ def greedy_return(run, centers, weights, key):
 
 def evaluate(run, state):
     """Results of a run: the returns of greedy episodes, and what was learned."""
-    # `fold_in` gives a key that training never uses, so you can also evaluate during training.
+    # `fold_in`, of any number, gives a key that training never uses: you can evaluate at any time.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.centers, state.weights))(keys)
+    returns = jnp.where(jnp.any(jnp.isnan(state.weights)), jnp.nan, returns)  # it has diverged
     return {"greedy_return": returns, "centers": state.centers, "weights": state.weights}
 
 
 def report(learned, rows):
-    """Summary of one setting, whose runs are `rows`."""
+    """Summary of one setting, whose runs are `rows`. Behind ±: 1.96 standard errors (95 %)."""
     means = learned["greedy_return"][rows].mean(axis=1)  # one for each run
-    return f"greedy return {means.mean():.1f}  worst run {means.min():.1f}"
+    text = f"greedy return {means.mean():#.4g}"
+    if len(means) > 1:
+        error = means.std(ddof=1) / math.sqrt(len(means))
+        text += f" ± {1.96 * error:.2g}  worst run {means.min():#.4g}"
+    return text
 
 
 def draw(args, settings, results):
@@ -338,7 +347,7 @@ COMPILER_OPTIONS = {
     "cpu": {
         "xla_backend_optimization_level": 1,  # compiles in 0.7 of the time of level 3, runs as fast
         "xla_cpu_prefer_vector_width": 512,  # the widest vectors: 1.1 to 1.3 times as fast
-        # In jax 0.11: not to call a library for small matrices, 1.5 times as fast.
+        # In jax 0.11 (README: GPU): no library calls for small matrices, 1.5 times as fast.
         "xla_disable_hlo_passes": "dot-library-rewriter",
     },
     "gpu": {"xla_gpu_autotune_level": 0},  # otherwise, results differ between commands
@@ -362,15 +371,7 @@ def make_runs(args):
     return runs, settings
 
 
-def divide(runs):
-    """Choose devices, and repeat the first runs until each device has equally many."""
-    num_runs = len(runs["seed"])
-    devices = jax.devices()[:num_runs]
-    length = math.ceil(num_runs / len(devices)) * len(devices)
-    return devices, {name: np.resize(array, length) for name, array in runs.items()}
-
-
-def compile_over_runs(function, *inputs, fixed, devices):
+def compile_over_runs(function, *inputs, fixed, devices, donate=()):
     """Compile function(run, *arrays) of one run into a function of (runs, *arrays) of all."""
 
     def one_run(arrays):
@@ -387,7 +388,23 @@ def compile_over_runs(function, *inputs, fixed, devices):
     # check_vma would reject loops whose carry starts as a constant.
     sharded = jax.shard_map(one_device, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)
     options = COMPILER_OPTIONS.get(devices[0].platform)
-    return jax.jit(sharded, compiler_options=options).lower(*inputs).compile()
+    jitted = jax.jit(sharded, compiler_options=options, donate_argnums=donate)
+    return jitted.lower(*inputs).compile()
+
+
+def setting_mean(metrics, name, rows):
+    """Mean of a metric over the runs of one setting. Returns are averaged over all episodes."""
+    values, episodes = metrics[name][rows], metrics["episodes"][rows]
+    if name != "returns":
+        return values.mean()
+    ended = episodes > 0
+    return np.average(values[ended], weights=episodes[ended]) if any(ended) else np.nan
+
+
+def low_to_high(numbers, form="#.4g"):
+    """Text of the lowest and the highest number, or of one if they look the same. nan is last."""
+    ends = [f"{number:{form}}" for number in np.sort(numbers)[[0, -1]]]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def gather(tree, num_runs):
@@ -408,30 +425,38 @@ def main(argv=None):
     env, env_params = make_env(args)
     runs, settings = make_runs(args)
     num_runs = len(runs["seed"])
-    devices, padded = divide(runs)
+    devices = jax.devices()[:num_runs]
+    # The first runs are repeated until each device has equally many.
+    length = math.ceil(num_runs / len(devices)) * len(devices)
+    padded = {name: np.resize(array, length) for name, array in runs.items()}
 
     # Everything is compiled before training, so that errors surface now.
     began = time.perf_counter()
     fixed = vars(args) | {"env": env, "env_params": env_params}
     over_runs = partial(compile_over_runs, fixed=fixed, devices=devices)
     state = over_runs(init_state, padded)(padded)
-    train = over_runs(train_interval, padded, state)
+    train = over_runs(train_interval, padded, state, donate=1)  # it may reuse the state's memory
     finish = over_runs(evaluate, padded, state)
     hardware = f"{len(devices)} x {devices[0].device_kind}"
     seconds = time.perf_counter() - began
     print(f"runs: {num_runs}  devices: {hardware}  compiled in {seconds:.1f} s")
-    print("means over all runs:", flush=True)
+    several = f"lowest to highest mean of {len(settings)} settings:"
+    print("means over all runs:" if len(settings) == 1 else several, flush=True)
 
     history = []
     began = time.perf_counter()
-    for _ in range(args.num_intervals):
+    for i in range(1, args.num_intervals + 1):
         state, metrics = train(padded, state)
-        timesteps, metrics = gather((state.timesteps, metrics), num_runs)  # waits for `train`
+        metrics = gather(metrics, num_runs)  # waits for `train`
         seconds = time.perf_counter() - began
+        timesteps = np.full(num_runs, i * args.interval_timesteps)
         history.append({"timesteps": timesteps, "seconds": seconds, **metrics})  # add a logger here
-        words = [f"{name} {values.mean():#.4g}" for name, values in metrics.items()]
+        words = []
+        for name in metrics:
+            means = [setting_mean(metrics, name, rows) for _, rows in settings]
+            words.append(f"{name} {low_to_high(means)}")
         speed = f"{timesteps.sum() / seconds:,.0f} steps/s in total"
-        print(f"step {timesteps.mean():,.0f}", *words, speed, sep="  ", flush=True)
+        print(f"step {timesteps[0]:,}", *words, speed, sep="  ", flush=True)
 
     learned = gather(finish(padded, state), num_runs)  # (R, ...) each
     curves = jax.tree.map(lambda *values: np.stack(values), *history)  # (K, R) each; seconds (K,)
