@@ -147,7 +147,7 @@ def make_env(args):
 class Step(NamedTuple):
     """One step of an episode, or of the padding after it."""
 
-    obs: jax.Array  # (D,) flattened
+    obs: jax.Array  # of any shape
     action: jax.Array  # (A,) if continuous
     reward: jax.Array
     mask: jax.Array  # true if the step is real, false in the padding
@@ -186,8 +186,9 @@ def init_state(run):
 
 
 def network(params, obs):
-    """Logits (A,) of the actions in an observation (D,), or means (A,) of continuous actions."""
-    hidden = jnp.tanh(obs @ params["w0"] + params["b0"])  # (H,)
+    """Logits (A,) of the actions in an observation, or means (A,) of continuous actions."""
+    x = jnp.ravel(obs).astype(float)  # (D,)
+    hidden = jnp.tanh(x @ params["w0"] + params["b0"])  # (H,)
     return hidden @ params["w1"] + params["b1"]
 
 
@@ -219,7 +220,6 @@ def play(run, params, key, greedy=False):
     def step(carry, _):
         key, obs, env_state, mask = carry
         key, key_action, key_step = jax.random.split(key, 3)
-        obs = obs.reshape(-1).astype(float)
         action = best_action(params, obs) if greedy else sample_action(params, obs, key_action)
         next_obs, next_state, reward, terminated, truncated, _ = run.env.step(
             key_step, env_state, action, run.env_params
