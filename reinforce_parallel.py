@@ -186,7 +186,7 @@ def init_state(run):
 
 
 def network(params, obs):
-    """Logits (A,) of the actions in an observation, or means (A,) of continuous actions."""
+    """Outputs of a network with one hidden layer: for actions, logits (A,) or means (A,)."""
     x = jnp.ravel(obs).astype(float)  # (D,)
     hidden = jnp.tanh(x @ params["w0"] + params["b0"])  # (H,)
     return hidden @ params["w1"] + params["b1"]

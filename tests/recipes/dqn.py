@@ -15,6 +15,7 @@ each update, they move towards those of Q by a fraction tau (Lillicrap et al. 20
 
 Where only the time limit ends an episode, the value of s' still counts (Pardo et al. 2018). Layer
 normalization keeps learning stable (Ba et al. 2016; here without its learned scale and shift).
+Observations are divided by their bounds.
 
     python dqn.py                                                    # one run
     python dqn.py --tau 0.01 0.1 --num-seeds 20 --plot curve.png     # forty runs
@@ -195,11 +196,12 @@ def init_state(run):
 
 
 def scaled(run, obs):
-    """An observation as a vector (D,), divided by its upper bounds where it has any."""
+    """An observation as a vector (D,), divided by the bounds that its space has."""
     space = run.env.observation_space(run.env_params)
-    high = jnp.array(space.high if isinstance(space, spaces.Box) else 1.0)
-    bounds = jnp.where(high < 1e6, high, 1.0)  # gymnax writes 3.4e38 for no bound
-    return jnp.ravel(obs / bounds)
+    if isinstance(space, spaces.Box):
+        bounds = jnp.maximum(jnp.abs(space.low), jnp.abs(space.high))
+        obs = obs / jnp.where(bounds < 1e6, bounds, 1.0)  # gymnax writes 3.4e38 for no bound
+    return jnp.ravel(obs).astype(float)
 
 
 def q_values(run, params, obs):

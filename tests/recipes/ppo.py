@@ -16,7 +16,8 @@ their standard deviation. The advantages A are sums of TD errors (GAE, Schulman 
     A_t = delta_t + gamma lambda A_t+1,    delta_t = R_t + gamma v_old(S_t+1) - v_old(S_t)
 
 up to the end of the episode or of the T steps. v_old(S_t+1) is 0 if S_t+1 is terminal. Where only
-the time limit ends an episode, it still counts (Pardo et al. 2018).
+the time limit ends an episode, it still counts (Pardo et al. 2018). Neither values nor gradients
+are clipped.
 
     python ppo.py                                                         # one run
     python ppo.py --clip-coef 0.1 0.2 --num-seeds 20 --plot curve.png     # forty runs
@@ -89,7 +90,7 @@ def parse_args(argv=None):
     flag("--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help="environment")
     flag("--seed", type=int, default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs of each setting")
-    flag("--total-timesteps", type=count, default=200_000, help="environment steps of a run")
+    flag("--total-timesteps", type=count, default=204_800, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
     flag("--num-steps", type=count, default=64, help="steps of each environment per iteration")
@@ -207,7 +208,7 @@ def init_state(run):
 
 
 def network(params, obs):
-    """Logits (A,) of the actions in an observation, or means (A,) of continuous actions."""
+    """Outputs of a network with one hidden layer: for actions, logits (A,) or means (A,)."""
     x = jnp.ravel(obs).astype(float)  # (D,)
     hidden = jnp.tanh(x @ params["w0"] + params["b0"])  # (H,)
     return hidden @ params["w1"] + params["b1"]
@@ -303,7 +304,8 @@ def ppo_loss(run, params, batch, advantage):
     mean_entropy = jnp.mean(jax.vmap(partial(entropy, actor))(batch.obs))
     metrics = {
         "entropy": mean_entropy,
-        "approx_kl": jnp.mean(ratio - 1 - log_ratio),  # KL(pi_old, pi), Schulman's estimate (2020)
+        # Of pi_old and pi before this step. An estimate that is never negative (Schulman 2020).
+        "approx_kl": jnp.mean(ratio - 1 - log_ratio),
         "clip_fraction": jnp.mean(ratio != clipped),
     }
     return policy_loss + jnp.mean(errors**2) / 2 - run.ent_coef * mean_entropy, metrics

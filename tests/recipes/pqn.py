@@ -13,7 +13,8 @@ mean squared difference between Q(S_t, A_t) and
 If S_t+1 is terminal, G_t is R_t. After the last of the T steps, and where only the time limit ends
 an episode (Pardo et al. 2018), lambda is 0. This is the Q(lambda) of Peng & Williams (1996): G is
 not cut at random actions. Layer normalization keeps learning stable (Ba et al. 2016; here without
-its learned scale and shift).
+its learned scale and shift). Observations are divided by their bounds, and gradients clipped to a
+norm of 1.
 
     python pqn.py                                                       # one run
     python pqn.py --q-lambda 0 0.85 --num-seeds 20 --plot curve.png     # forty runs
@@ -83,7 +84,7 @@ def parse_args(argv=None):
     flag("--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help="environment")
     flag("--seed", type=int, default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs of each setting")
-    flag("--total-timesteps", type=count, default=500_000, help="environment steps of a run")
+    flag("--total-timesteps", type=count, default=512_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
     flag("--num-steps", type=count, default=32, help="steps of each environment per iteration")
@@ -182,11 +183,12 @@ def init_state(run):
 
 
 def scaled(run, obs):
-    """An observation as a vector (D,), divided by its upper bounds where it has any."""
+    """An observation as a vector (D,), divided by the bounds that its space has."""
     space = run.env.observation_space(run.env_params)
-    high = jnp.array(space.high if isinstance(space, spaces.Box) else 1.0)
-    bounds = jnp.where(high < 1e6, high, 1.0)  # gymnax writes 3.4e38 for no bound
-    return jnp.ravel(obs / bounds)
+    if isinstance(space, spaces.Box):
+        bounds = jnp.maximum(jnp.abs(space.low), jnp.abs(space.high))
+        obs = obs / jnp.where(bounds < 1e6, bounds, 1.0)  # gymnax writes 3.4e38 for no bound
+    return jnp.ravel(obs).astype(float)
 
 
 def q_values(run, params, obs):
@@ -257,7 +259,7 @@ def td_loss(run, params, batch, targets):
 
     values = jax.vmap(value)(batch.obs, batch.action)
     errors = targets - values
-    metrics = {"td_error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
+    metrics = {"error": jnp.mean(jnp.abs(errors)), "q_value": jnp.mean(values)}
     return jnp.mean(errors**2) / 2, metrics
 
 
