@@ -3,8 +3,9 @@
 environments.py has the environments in which they run.
 
 The tests never draw random numbers for a script. They watch what the script drew, and compute what
-must follow from it. Bounds on frequencies are at least five standard deviations wide, so that a
-test also passes after a change of the keys, or of the order in which they are split.
+must follow from it. Bounds on frequencies are at least five standard deviations wide, and a p-value
+must exceed RARE, so that a test also passes after a change of the keys, or of the order in which
+they are split.
 """
 
 import importlib
@@ -40,6 +41,8 @@ POSITIVE = {
     GRID: [],
     REINFORCE: ["--learning-rate"],
 }
+
+RARE = 5e-7  # how probable it is to be five standard deviations off
 
 sys.path[:0] = [str(ROOT), str(RECIPES)]
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
@@ -139,7 +142,13 @@ def halves(records):
 
 
 def assert_independent(one, other, probabilities):
-    """Two arrays of actions agree as often as independent draws: the sum of p^2."""
-    expected, size = np.sum(np.square(probabilities)), np.size(one)
+    """Two arrays of actions agree as often as independent draws: the sum of p^2.
+
+    They may be the same actions, moved by some steps. Then an action stands in two pairs, and two
+    such pairs agree with a probability of the sum of p^3.
+    """
+    p = np.array(probabilities)
+    expected, both = np.sum(p**2), np.sum(p**3)
+    variance = expected * (1 - expected) + 2 * (both - expected**2)
     agreement = np.mean(np.asarray(one) == np.asarray(other))
-    assert abs(agreement - expected) < 5 * np.sqrt(expected * (1 - expected) / size)
+    assert abs(agreement - expected) < 5 * np.sqrt(variance / np.size(one))
