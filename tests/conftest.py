@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "tests" / "recipes"
 PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
-NETWORKS = []  # scripts of tests/recipes/
+PPO, PQN, DQN = "ppo.py", "pqn.py", "dqn.py"
+NETWORKS = []  # those of these three that exist, in tests/recipes/
 LEARNERS = [*TRIO, GRID, REINFORCE, *NETWORKS]
 SCRIPTS = [*LEARNERS, CAR]
 
