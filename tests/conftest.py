@@ -34,6 +34,9 @@ FRACTIONS = {
     DECAY: ["--gamma", "--start-e", "--end-e", "--epsilon-decay", "--tau"],
     GRID: ["--learning-rate", "--gamma", "--epsilon"],
     REINFORCE: ["--gamma"],
+    PPO: ["--gamma", "--gae-lambda"],
+    PQN: ["--gamma", "--q-lambda", "--epsilon"],
+    DQN: ["--gamma", "--start-e", "--end-e", "--epsilon-decay", "--tau"],
 }
 POSITIVE = {
     PARALLEL: ["--learning-rate", "--sigma"],
@@ -41,6 +44,9 @@ POSITIVE = {
     DECAY: ["--learning-rate", "--sigma"],
     GRID: [],
     REINFORCE: ["--learning-rate"],
+    PPO: ["--learning-rate", "--clip-coef"],
+    PQN: ["--learning-rate"],
+    DQN: ["--learning-rate"],
 }
 
 RARE = 5e-7  # how probable it is to be five standard deviations off

@@ -28,6 +28,11 @@ COMMANDS = {
     " --eval-episodes 2 --plot curve.svg --gif episode.gif",
     "mountaincar_env.py": "--num-envs 3 --num-episodes 7",
 }
+# Names of scripts in recipes/ that learn with a network.
+NETWORKS = []
+COMMANDS |= dict.fromkeys(
+    NETWORKS, "--total-timesteps 6000 --hidden-size 8 --eval-episodes 2 --plot curve.png"
+)
 SWEEP = "--num-seeds 2 --gamma 0.5 0.75 --num-intervals 3"  # four runs
 CAR = "mountaincar_env.py"  # which has no such flags
 GRID = "gridworld_qlearning.py"

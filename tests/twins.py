@@ -115,8 +115,10 @@ def main():
     if name.startswith("--"):
         lacking = [other for other in TRIO if name not in SOURCES[other]]
         print(f"without {name}, add it by hand: {', '.join(lacking) or 'none'}")
-    for patch, target in broken_recipes():
-        print(f"{patch.name} does not apply to {target}: python tests/twins.py --mend {patch.stem}")
+    broken = broken_recipes()
+    for patch, target in broken:
+        print(f"{patch.name} does not apply to {target}")
+    print("python tests/twins.py --mend RECIPE mends a recipe" if broken else "all recipes apply")
 
 
 if __name__ == "__main__":
