@@ -3,8 +3,9 @@
 environments.py has the environments in which they run.
 
 The tests never draw random numbers for a script. They watch what the script drew, and compute what
-must follow from it. Bounds on frequencies are at least five standard deviations wide, so that a
-test also passes after a change of the keys, or of the order in which they are split.
+must follow from it. Bounds on frequencies are at least five standard deviations wide, and a p-value
+must exceed RARE, so that a test also passes after a change of the keys, or of the order in which
+they are split.
 """
 
 import importlib
@@ -18,12 +19,39 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
-TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
-LEARNERS = [*TRIO, "gridworld_qlearning.py", "reinforce_parallel.py"]
-SCRIPTS = [*LEARNERS, "mountaincar_env.py"]
-PARALLEL, REPLAY, DECAY, GRID, REINFORCE, CAR = SCRIPTS
+RECIPES = ROOT / "tests" / "recipes"
+PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
+GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
+PPO, PQN, DQN = "ppo.py", "pqn.py", "dqn.py"
+NETWORKS = []  # those of these three that exist, in tests/recipes/
+LEARNERS = [*TRIO, GRID, REINFORCE, *NETWORKS]
+SCRIPTS = [*LEARNERS, CAR]
 
-sys.path.insert(0, str(ROOT))
+# The real-valued flags of each learner, which take several values: from 0 to 1, or positive.
+FRACTIONS = {
+    PARALLEL: ["--gamma", "--epsilon"],
+    REPLAY: ["--gamma", "--epsilon", "--tau"],
+    DECAY: ["--gamma", "--start-e", "--end-e", "--epsilon-decay", "--tau"],
+    GRID: ["--learning-rate", "--gamma", "--epsilon"],
+    REINFORCE: ["--gamma"],
+    PPO: ["--gamma", "--gae-lambda"],
+    PQN: ["--gamma", "--q-lambda", "--epsilon"],
+    DQN: ["--gamma", "--start-e", "--end-e", "--epsilon-decay", "--tau"],
+}
+POSITIVE = {
+    PARALLEL: ["--learning-rate", "--sigma"],
+    REPLAY: ["--learning-rate", "--sigma"],
+    DECAY: ["--learning-rate", "--sigma"],
+    GRID: [],
+    REINFORCE: ["--learning-rate"],
+    PPO: ["--learning-rate", "--clip-coef"],
+    PQN: ["--learning-rate"],
+    DQN: ["--learning-rate"],
+}
+
+RARE = 5e-7  # how probable it is to be five standard deviations off
+
+sys.path[:0] = [str(ROOT), str(RECIPES)]
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where there is a GPU; some tests count devices
 # What tests compile runs for a moment: compile it quickly, with little optimization, and keep it.
@@ -42,14 +70,14 @@ def pytest_addoption(parser):
     parser.addoption("--flags", default="", help="test_probes.py: flags of that file")
 
 
+def path_of(script):
+    """The path of a script: it is in the top folder, or in tests/recipes/."""
+    return (RECIPES if script in NETWORKS else ROOT) / script
+
+
 def load(script):
     """Import a script by the name of its file."""
     return importlib.import_module(script.removesuffix(".py"))
-
-
-def is_fraction(name, flag):
-    """Whether a flag that can be swept is from 0 to 1. Else it is positive."""
-    return flag != "sigma" and (flag != "learning_rate" or name == GRID)
 
 
 def one_run(script, flags="", **values):
@@ -76,7 +104,7 @@ def train(script, run, state):
     train_interval, lines = jit(script.train_interval, run), []
     for _ in range(run.num_intervals):
         state, metrics = train_interval(state)
-        lines.append({"timesteps": state.timesteps, **metrics})
+        lines.append(metrics)
     jax.effects_barrier()
     return state, lines
 
@@ -121,7 +149,13 @@ def halves(records):
 
 
 def assert_independent(one, other, probabilities):
-    """Two arrays of actions agree as often as independent draws: the sum of p^2."""
-    expected, size = np.sum(np.square(probabilities)), np.size(one)
+    """Two arrays of actions agree as often as independent draws: the sum of p^2.
+
+    They may be the same actions, moved by some steps. Then an action stands in two pairs, and two
+    such pairs agree with a probability of the sum of p^3.
+    """
+    p = np.array(probabilities)
+    expected, both = np.sum(p**2), np.sum(p**3)
+    variance = expected * (1 - expected) + 2 * (both - expected**2)
     agreement = np.mean(np.asarray(one) == np.asarray(other))
-    assert abs(agreement - expected) < 5 * np.sqrt(expected * (1 - expected) / size)
+    assert abs(agreement - expected) < 5 * np.sqrt(variance / np.size(one))
