@@ -18,8 +18,10 @@ import sys
 import tempfile
 import time
 from datetime import date
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +32,7 @@ PICTURES, RECIPES = ROOT / ".pictures", ROOT / "tests" / "recipes"
 PAGES = [Path(__file__).with_name(name) for name in ("README.md", "MORE.md")]
 PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
+PPO, PQN, DQN = NETWORKS = ["ppo.py", "pqn.py", "dqn.py"]  # in tests/recipes
 CARTPOLE = [*TRIO, REINFORCE]
 SCRIPTS = [GRID, *CARTPOLE, CAR]
 FRESH = "--seed 271000"  # nothing was chosen on these seeds, nor on those from 400000 on
@@ -99,6 +102,51 @@ def mean(values, digits=1):
 def greedy_means(result):
     """Mean greedy return of each run (R,)."""
     return result.saved["learned.greedy_return"].mean(axis=1)
+
+
+def policy_of(script, env_id):
+    """Return best_action(params, obs) of a script of tests/recipes."""
+    import gymnax
+    import jax.numpy as jnp
+
+    sys.path.insert(0, str(RECIPES))
+    module = import_module(Path(script).stem)
+    env, env_params = gymnax.make(env_id)
+    run = SimpleNamespace(env=env, env_params=env_params)
+    if script == PPO:
+        return lambda params, obs: module.best_action(params["actor"], obs)
+    return lambda params, obs: jnp.argmax(module.q_values(run, params, obs))
+
+
+def make_player(best_action, env_id, episodes):
+    """Return a function of params (R, ...) and epsilon: the mean returns (R,) of episodes."""
+    import gymnax
+    import jax
+    import jax.numpy as jnp
+
+    env, env_params = gymnax.make(env_id)
+
+    def episode_return(params, key, epsilon):
+        def step(carry, keys):
+            obs, state, alive = carry
+            explore = jax.random.bernoulli(keys[0], epsilon)
+            random_action = env.action_space(env_params).sample(keys[1])
+            action = jnp.where(explore, random_action, best_action(params, obs))
+            obs, state, reward, terminated, truncated, _ = env.step(
+                keys[2], state, action, env_params
+            )
+            return (obs, state, alive & ~(terminated | truncated)), jnp.where(alive, reward, 0.0)
+
+        key_reset, key_steps = jax.random.split(key)
+        obs, state = env.reset(key_reset, env_params)
+        keys = jax.random.split(key_steps, (env_params.max_steps_in_episode, 3))
+        _, rewards = jax.lax.scan(step, (obs, state, True), keys)
+        return jnp.sum(rewards)
+
+    keys = jax.random.split(jax.random.key(600_000), episodes)  # the same starts for all programs
+    many_episodes = jax.vmap(episode_return, in_axes=(None, 0, None))
+    many_runs = jax.vmap(many_episodes, in_axes=(0, None, None))
+    return jax.jit(lambda params, epsilon: jnp.mean(many_runs(params, keys, epsilon), axis=1))
 
 
 CARTPOLE_HEAD = ["passed", "worst run", "greedy return", "first at 475", "training return"]
