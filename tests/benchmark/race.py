@@ -259,7 +259,7 @@ def drive_cleanrl(args):
     # The line before which a snapshot is taken, when, of which step, and of what.
     if args.drive == "cleanrl/dqn_jax.py":
         place = "        # TRY NOT TO MODIFY: CRUCIAL step easy to overlook\n"
-        condition = f"(global_step + 1) % (args.total_timesteps // {SNAPSHOTS - 11}) == 0"
+        condition = "(global_step + 1) % (args.total_timesteps // 50) == 0"
         call = 'global_step + 1, flax_layers(q_state.params["params"])'
     else:
         each = f"max(args.num_iterations // {SNAPSHOTS}, 1)"
