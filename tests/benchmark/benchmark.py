@@ -400,29 +400,28 @@ def recipes(names):
     """
     stored = json.loads(STORED.read_text())
     for path in sorted(RECIPES.glob("*.patch")):
-        head = path.read_text().partition("\n--- ")[0]
-        commands = re.findall(r"^    (python (\S+)([^#\n]*)(.*))$", head, re.M)
         if names and path.stem not in names:
             continue
+        head = path.read_text().partition("\n--- ")[0]
         before, after = stored.get(path.stem, {}), {}
-        for command, script, flags, also in commands:
+        for command, script, flags, also in re.findall(
+            r"^    (python (\S+)([^#\n]*)(.*))$", head, re.M
+        ):
             others = re.findall(r"(\w+)\.patch", also)
             text = patched(script, *others, path.stem)
-            after[command] = reported(run(script, flags, text, save=False).lines)
-            if after[command] != before.get(command):
-                print(f"{path.name}: {command}")
-                print("  was:", *before.get(command, ["not stored"])[-5:], sep="\n    ")
-                print("  is: ", *after[command][-5:], sep="\n    ", flush=True)
+            lines = run(script, flags, text, save=False).lines
+            # Progress without the speed, and the report. A table of the grid world has no colon.
+            lines = [re.sub(r"  [\d,]+ steps/s in total", "", line) for line in lines]
+            lines = [line for line in lines if line.startswith("step ") or ": " in line]
+            after[command] = lines[1:]  # without the seconds of compiling
+            was, now = set(before.get(command, ["all runs: not stored"])), set(after[command])
+            for line in sorted(was ^ now):
+                if ": " in line:
+                    print(f"{path.stem} {'was' if line in was else 'is'}: {line}", flush=True)
         for number in sorted(quoted(head, before) - quoted(head, after)):
-            print(f"{path.name}: the head still has {number}")
+            print(f"{path.stem}: {number} in the head was printed before, and is not any more")
         stored[path.stem] = after
         STORED.write_text(json.dumps(stored, indent=1) + "\n")
-
-
-def reported(lines):
-    """Lines without those that tell seconds or speed."""
-    lines = [re.sub(r"  [\d,]+ steps/s in total", "", line) for line in lines]
-    return [line for line in lines if "compiled in" not in line]
 
 
 def quoted(head, printed):

@@ -10,7 +10,7 @@ packages: RACE.md has the commands that make both, and says what differs between
 - Programs save their networks while they train. Afterwards, all are evaluated in the same way,
   greedily and with 5 % random actions. The seconds include no evaluation.
 - Ours, rejax, PureJaxRL and PureJaxQL divide their agents over one device for each core. CleanRL
-  trains one agent in a process, and one process at a time is bound to each core.
+  trains one agent in a process, as many at a time as there are cores.
 - The functions `drive_*` contain all changes to the code of others.
 """
 
@@ -35,7 +35,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 
-CORES = sorted(os.sched_getaffinity(0))
+CORES = len(os.sched_getaffinity(0))
 RECIPES = Path(__file__).parents[1] / "recipes"
 SEED = 600_000  # of the first agent: no setting of ours was chosen on these seeds
 EPISODES = 20  # greedy episodes of each agent at each snapshot
@@ -259,7 +259,7 @@ def drive_cleanrl(args):
     # The line before which a snapshot is taken, when, of which step, and of what.
     if args.drive == "cleanrl/dqn_jax.py":
         place = "        # TRY NOT TO MODIFY: CRUCIAL step easy to overlook\n"
-        condition = f"(global_step + 1) % (args.total_timesteps // {SNAPSHOTS - 11}) == 0"
+        condition = "(global_step + 1) % (args.total_timesteps // 50) == 0"
         call = 'global_step + 1, flax_layers(q_state.params["params"])'
     else:
         each = f"max(args.num_iterations // {SNAPSHOTS}, 1)"
@@ -293,48 +293,41 @@ DRIVERS = {
 # The measurements.
 
 
-def run(args, path, cores=CORES, **flags):
-    """Run a driver in a process of its own, bound to these cores. Return what it saves."""
+def run(args, path, **flags):
+    """Run a driver in a process of its own. Return what it saves."""
     began = time.time()
     flags = {"fraction": args.fraction, "speed": args.speed, "entered": began} | flags
     flags |= {"clones": str(args.clones), "save": str(path)}
     python = args.python if "/" in flags["drive"] else sys.executable
-    words = ["taskset", "--cpu-list", ",".join(map(str, cores)), python, Path(__file__).resolve()]
-    words += ["--drive", json.dumps(flags)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
-    environment["JAX_NUM_CPU_DEVICES"] = str(len(cores))
+    environment["JAX_NUM_CPU_DEVICES"] = str(CORES)
     if flags["drive"].startswith(("rejax", "purejax")):
-        environment["NPROC"] = str(
-            4 * len(cores)
-        )  # with one thread for each core, XLA can deadlock
+        environment["NPROC"] = str(4 * CORES)  # with one thread for each core, XLA can deadlock
+    if flags["drive"].startswith("cleanrl"):
+        environment["OMP_NUM_THREADS"] = "1"  # as in its own benchmark
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # compiling is part of the seconds
+    words = [python, Path(__file__).resolve(), "--drive", json.dumps(flags)]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(words, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=True)
     return pickle.loads(path.read_bytes()) | {"whole": time.time() - began}
 
 
 def one_process_each(args, path, **flags):
-    """Train CleanRL's agents, one process at a time on each core. Medians, and all snapshots."""
+    """Train CleanRL's agents, as many at a time as there are cores. Medians, and all networks."""
     import jax
 
+    def train(i):
+        own = flags | {"agents": 1, "seed": SEED + i}
+        return run(args, path.with_suffix(f".{i}"), **own)
+
     began = time.time()
-
-    def train_on(number):
-        agents = range(number, flags["agents"], len(CORES))
-        own = flags | {"agents": 1}
-        paths = [path.with_suffix(f".{i}") for i in agents]
-        return [
-            run(args, paths[j], [CORES[number]], **own, seed=SEED + i) for j, i in enumerate(agents)
-        ]
-
-    with ThreadPoolExecutor(len(CORES)) as pool:
-        saved = [result for results in pool.map(train_on, range(len(CORES))) for result in results]
+    with ThreadPoolExecutor(CORES) as pool:
+        saved = list(pool.map(train, range(flags["agents"])))
     medians = {
         x: np.median([y[x] for y in saved], axis=0) for x in ("starting", "seconds", "steps")
     }
     params = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *(y["params"] for y in saved))
-    activation = saved[0]["activation"]
-    whole = time.time() - began
+    activation, whole = saved[0]["activation"], time.time() - began
     return medians | {"params": params, "activation": activation, "whole": whole}
 
 
