@@ -18,12 +18,30 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
-TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
-LEARNERS = [*TRIO, "gridworld_qlearning.py", "reinforce_parallel.py"]
-SCRIPTS = [*LEARNERS, "mountaincar_env.py"]
-PARALLEL, REPLAY, DECAY, GRID, REINFORCE, CAR = SCRIPTS
+RECIPES = ROOT / "tests" / "recipes"
+PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
+GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
+NETWORKS = []  # scripts of tests/recipes/
+LEARNERS = [*TRIO, GRID, REINFORCE, *NETWORKS]
+SCRIPTS = [*LEARNERS, CAR]
 
-sys.path.insert(0, str(ROOT))
+# The real-valued flags of each learner, which take several values: from 0 to 1, or positive.
+FRACTIONS = {
+    PARALLEL: ["--gamma", "--epsilon"],
+    REPLAY: ["--gamma", "--epsilon", "--tau"],
+    DECAY: ["--gamma", "--start-e", "--end-e", "--epsilon-decay", "--tau"],
+    GRID: ["--learning-rate", "--gamma", "--epsilon"],
+    REINFORCE: ["--gamma"],
+}
+POSITIVE = {
+    PARALLEL: ["--learning-rate", "--sigma"],
+    REPLAY: ["--learning-rate", "--sigma"],
+    DECAY: ["--learning-rate", "--sigma"],
+    GRID: [],
+    REINFORCE: ["--learning-rate"],
+}
+
+sys.path[:0] = [str(ROOT), str(RECIPES)]
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # also where there is a GPU; some tests count devices
 # What tests compile runs for a moment: compile it quickly, with little optimization, and keep it.
@@ -42,14 +60,14 @@ def pytest_addoption(parser):
     parser.addoption("--flags", default="", help="test_probes.py: flags of that file")
 
 
+def path_of(script):
+    """The path of a script: it is in the top folder, or in tests/recipes/."""
+    return (RECIPES if script in NETWORKS else ROOT) / script
+
+
 def load(script):
     """Import a script by the name of its file."""
     return importlib.import_module(script.removesuffix(".py"))
-
-
-def is_fraction(name, flag):
-    """Whether a flag that can be swept is from 0 to 1. Else it is positive."""
-    return flag != "sigma" and (flag != "learning_rate" or name == GRID)
 
 
 def one_run(script, flags="", **values):
@@ -76,7 +94,7 @@ def train(script, run, state):
     train_interval, lines = jit(script.train_interval, run), []
     for _ in range(run.num_intervals):
         state, metrics = train_interval(state)
-        lines.append({"timesteps": state.timesteps, **metrics})
+        lines.append(metrics)
     jax.effects_barrier()
     return state, lines
 

@@ -8,9 +8,23 @@ in the table below. tests/twins.py copies a change from one script to the others
 import ast
 import difflib
 import re
+import sys
+import tomllib
 
 import pytest
-from conftest import DECAY, PARALLEL, REINFORCE, REPLAY, ROOT, SCRIPTS, TRIO
+from conftest import (
+    DECAY,
+    NETWORKS,
+    PARALLEL,
+    REINFORCE,
+    REPLAY,
+    ROOT,
+    SCRIPTS,
+    TRIO,
+    path_of,
+)
+
+RETURNS = [*TRIO, REINFORCE, *NETWORKS]  # what these show are returns
 
 # Name: the groups of scripts that agree, and why the groups differ. A script that is in no group
 # agrees with no other. No flag is here: two scripts of the trio never differ in a default.
@@ -19,7 +33,8 @@ DIFFERENT = {
     "COMPILER_OPTIONS": ([TRIO], "what is fast was measured for each"),
     "parse_args": ([], "each script has flags of its own"),
     "make_env": ([TRIO], "returns are counted by LogWrapper, or REINFORCE's actions are bounded"),
-    "main": ([TRIO], "REINFORCE has --gif, the grid world pools episodes, the car learns nothing"),
+    "setting_mean": ([RETURNS], "the grid world has steps of episodes, not returns"),
+    "main": ([TRIO], "REINFORCE has --gif and counts its steps, the grid world makes no env"),
     "TrainState": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
     "Step": ([], "REINFORCE keeps what its loss needs, the car what --save writes"),
     "init_state": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
@@ -29,14 +44,14 @@ DIFFERENT = {
     "train_interval": ([TRIO], "the grid world adds up, REINFORCE knows whole episodes"),
     "evaluate": ([TRIO], "each method learns something else"),
     "play": ([], "REINFORCE plays to learn, the car to roll out"),
-    "report": ([[*TRIO, REINFORCE]], "the grid world has no greedy returns"),
-    "draw": ([[*TRIO, REINFORCE]], "the grid world draws a table"),
+    "report": ([RETURNS], "the grid world has no greedy returns"),
+    "draw": ([RETURNS], "the grid world draws a table"),
 }
 
 
 def definitions(script):
     """The lines of what a script defines, by name, with the comments directly above."""
-    text = (ROOT / script).read_text()
+    text = path_of(script).read_text()
     lines, found = text.splitlines(), {}
     body = ast.parse(text).body
     for node in body:
@@ -94,15 +109,49 @@ def test_what_the_table_calls_different_is_different():
         assert len(set(texts)) == len(texts) > 1, f"two groups of {name} agree: join them"
 
 
-def pins(text):
-    """What a text pins, as name==version, without extras such as [visualize]."""
-    return set(re.findall(r"\w+==[\d.]+", re.sub(r"\[\w+\]", "", text)))
+def header(script):
+    """The first lines of a script, which `uv run` reads (PEP 723)."""
+    lines = path_of(script).read_text().partition("\n# ///\n")[0].splitlines()[1:]
+    return tomllib.loads("\n".join(line.removeprefix("# ") for line in lines))
+
+
+def pins(lines):
+    """The versions that lines pin, by package, without extras such as [visualize]."""
+    matches = [re.match(r"(\w+)(?:\[\w+\])?==([\d.]+)", line) for line in lines]
+    return {match[1]: match[2] for match in matches if match}
+
+
+def test_what_is_imported_is_declared():
+    """Not what a declared package needs itself, as NumPy (jax), flax and matplotlib (gymnax)."""
+    for script in SCRIPTS:
+        text = path_of(script).read_text()
+        imported = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                imported.add(node.module)
+        packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+        packages -= {"numpy"}
+        if "gymnax" in packages:
+            packages = packages - {"flax", "matplotlib"} | {"six"}  # gymnax does not declare six
+        dependencies = header(script)["dependencies"]
+        assert pins(dependencies).keys() == packages
+        draws = any("gymnax[visualize]" in dependency for dependency in dependencies)
+        assert draws == ("gymnax.visualize" in imported)
 
 
 def test_pins_are_those_of_requirements():
-    """A script names its packages in its first lines, for `uv run` (PEP 723)."""
+    required = pins((ROOT / "requirements.txt").read_text().splitlines())
     for script in SCRIPTS:
-        block = (ROOT / script).read_text().partition("\n# ///\n")[0]
-        packages = eval(re.search(r"dependencies = (.*\])", block)[1])
-        assert len(pins(block)) == len(packages) > 0
-        assert pins(block) <= pins((ROOT / "requirements.txt").read_text())
+        dependencies = header(script)["dependencies"]
+        assert len(pins(dependencies)) == len(dependencies)
+        assert pins(dependencies).items() <= required.items()
+
+
+def test_the_versions_of_python_are_those_that_are_tested():
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    tested = re.search(r"python: \[(.*)\]", workflow)[1]
+    first, *_, last = [int(minor) for minor in re.findall(r'"3\.(\d+)"', tested)]
+    for script in SCRIPTS:
+        assert header(script)["requires-python"] == f">=3.{first},<3.{last + 1}"

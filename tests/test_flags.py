@@ -3,19 +3,25 @@
 import os
 import re
 import runpy
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import gymnax
+import matplotlib.pyplot as plt
 import pytest
 from conftest import (
     CAR,
+    FRACTIONS,
     LEARNERS,
     PARALLEL,
+    POSITIVE,
     REINFORCE,
-    ROOT,
     SCRIPTS,
     TRIO,
-    is_fraction,
     load,
+    path_of,
 )
+from gymnax.visualize import visualizer
 
 
 @pytest.fixture
@@ -45,7 +51,6 @@ LIMITS = [
     ([REINFORCE], "--num-envs", "2", "1"),  # the baseline is a mean
     ([REINFORCE], "--sync truncation --num-envs", "2", "1"),
     ([REINFORCE], "--num-envs 2 --num-iterations", "1073741", "1073742"),  # 2**30 steps
-    ([REINFORCE], "--gif x.gif --env-id", "Pong-misc", "FrozenLake-misc"),  # gymnax draws no lake
     ([CAR], "--save x.npz --num-episodes", "500000", "500001"),  # too large a file
 ]
 
@@ -62,13 +67,13 @@ def test_values_up_to_a_limit_are_accepted_and_others_are_refused(
             assert any(word in error for word in flag.split() if word.startswith("--"))
 
 
-def test_each_swept_flag_is_a_fraction_from_0_to_1_or_positive(refusal):
-    for script in LEARNERS:
-        for name, value in vars(load(script).parse_args([])).items():
-            if isinstance(value, list) and is_fraction(script, name):
-                flag = "--" + name.replace("_", "-")
-                assert flag in refusal(script, f"{flag} 1.1")
-                assert vars(load(script).parse_args([flag, "0", "1"]))[name] == [0, 1]
+@pytest.mark.parametrize("script", LEARNERS)
+def test_each_real_valued_flag_takes_several_values_in_its_range(script, refusal):
+    for flag in FRACTIONS[script] + POSITIVE[script]:
+        wrong, right = ("1.1", [0, 1]) if flag in FRACTIONS[script] else ("0", [1e-6, 7])
+        assert flag in refusal(script, f"{flag} {wrong}")
+        args = load(script).parse_args([flag, *map(str, right)])
+        assert vars(args)[flag[2:].replace("-", "_")] == right
 
 
 @pytest.mark.parametrize("more", ["", "--num-envs 1073741823"])
@@ -83,15 +88,69 @@ def test_the_largest_number_of_steps_does_not_overflow(more):
         assert 2**30 <= steps < 2**31
 
 
-def test_a_file_with_another_ending_or_in_no_folder_is_refused(refusal, tmp_path):
-    pictures = [(script, "--plot", ".png") for script in LEARNERS]
-    files = [(script, "--save", ".npz") for script in SCRIPTS]
-    for script, flag, ending in [*files, *pictures, (REINFORCE, "--gif", ".gif")]:
-        few = " --num-episodes 2" if script == CAR else ""  # more would not fit into a file
-        for wrong in "x.txt", f"x{ending.upper()}":  # NumPy would write x.NPZ.npz
-            assert f"{wrong} must end in {ending}" in refusal(script, f"{flag} {wrong}")
-        assert "its folder must exist" in refusal(script, f"{flag} /no/such/x{ending}")
+FILES = [(script, "--save", ".npz") for script in SCRIPTS]
+FILES += [(script, "--plot", ".png .pdf .svg") for script in LEARNERS]
+FILES += [(REINFORCE, "--gif", ".gif")]
+
+
+@pytest.mark.parametrize(("script", "flag", "endings"), FILES)
+def test_a_file_with_another_ending_or_in_no_folder_is_refused(
+    script, flag, endings, refusal, tmp_path
+):
+    few = " --num-episodes 2" if script == CAR else ""  # more would not fit into a file
+    for ending in endings.split():
         load(script).parse_args(f"{flag} {tmp_path}/x{ending}{few}".split())
+        load(script).parse_args(f"{flag} x{ending}{few}".split())
+        for wrong in "x.txt", f"x{ending.upper()}":  # NumPy would write x.NPZ.npz
+            error = refusal(script, f"{flag} {wrong}{few}")
+            assert wrong in error and all(ending in error for ending in endings.split())
+        wrong = f"{tmp_path}/no/such/x{ending}"
+        assert f"{wrong} must" in refusal(script, f"{flag} {wrong}{few}")
+
+
+@pytest.fixture
+def not_root():
+    """For root, who may write everywhere, be somebody else. `os.access` asks for the real user."""
+    if os.getuid() != 0:
+        yield
+    else:
+        os.setreuid(65534, 0)
+        yield
+        os.setreuid(0, 0)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(refusal, tmp_path, not_root):
+    (tmp_path / "read_only").mkdir(mode=0o500)
+    for script in SCRIPTS:
+        few = " --num-episodes 2" if script == CAR else ""
+        assert "can be written" in refusal(script, f"--save {tmp_path}/read_only/x.npz{few}")
+
+
+def test_a_film_is_accepted_of_exactly_those_environments_that_gymnax_draws(refusal, monkeypatch):
+    """Its own class says which, by the name. What draws a frame is replaced."""
+    for name in "gym", "catch", "minatar", "circle", "maze":
+        monkeypatch.setattr(visualizer, f"vis_{name}", Mock())
+    script = load(REINFORCE)
+    for name in gymnax.registered_envs:
+        film = visualizer.Visualizer(SimpleNamespace(name=name), None, [None])
+        film.init()
+        plt.close(film.fig)
+        flags = f"--gif x.gif --env-id {name}"
+        if hasattr(film, "im"):
+            script.parse_args(flags.split())
+        else:
+            assert name in refusal(REINFORCE, flags)
+
+
+def test_the_time_limit_is_that_of_the_environment_that_the_script_makes(monkeypatch, refusal):
+    """People change make_env, and their limit decides how many steps are too many."""
+    script = load(REINFORCE)
+    env, params = gymnax.make("CartPole-v1")
+    monkeypatch.setattr(
+        script, "make_env", lambda args: (env, params.replace(max_steps_in_episode=2**29))
+    )
+    script.parse_args("--num-envs 2 --num-iterations 1".split())
+    assert "536870912" in refusal(REINFORCE, "--num-envs 2 --num-iterations 2")
 
 
 def test_the_seeds_of_all_runs_fit_into_32_bits(refusal):
@@ -103,12 +162,13 @@ def test_the_seeds_of_all_runs_fit_into_32_bits(refusal):
             load(script).parse_args(f"--seed {seed} {runs}".split())
 
 
-def test_each_flag_has_a_help_text_with_its_default(capsys):
+def test_help_says_what_the_script_is_and_the_default_of_each_flag(capsys):
     for script in SCRIPTS:
         with pytest.raises(SystemExit):
             load(script).parse_args(["--help"])
         text = capsys.readouterr().out
         assert text.count("(default:") == len(re.findall(r"^  --", text, re.MULTILINE))
+        assert load(script).__doc__.splitlines()[0] in " ".join(text.split())
 
 
 def test_each_core_is_a_device_unless_the_user_sets_another_number(monkeypatch):
@@ -118,15 +178,15 @@ def test_each_core_is_a_device_unless_the_user_sets_another_number(monkeypatch):
     for script in LEARNERS:
         monkeypatch.setenv("XLA_FLAGS", "--mine=1")
         monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1000")
-        runpy.run_path(str(ROOT / script))  # not as the main program: it only defines
+        runpy.run_path(str(path_of(script)))  # not as the main program: it only defines
         assert os.environ["JAX_NUM_CPU_DEVICES"] == "1000"
         assert os.environ["XLA_FLAGS"].endswith("--mine=1")
         monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
-        runpy.run_path(str(ROOT / script))
+        runpy.run_path(str(path_of(script)))
         assert os.environ["JAX_NUM_CPU_DEVICES"] == str(cores)
 
 
 def test_who_imports_the_car_keeps_his_settings(monkeypatch):
     before = dict(os.environ)
-    runpy.run_path(str(ROOT / CAR))
+    runpy.run_path(str(path_of(CAR)))
     assert dict(os.environ) == before

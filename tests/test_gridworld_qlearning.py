@@ -35,13 +35,12 @@ def with_trap(run, cell, action):
 
 @pytest.fixture(scope="module")
 def learning():
-    patch = pytest.MonkeyPatch()
-    patch.setattr(grid, "env_step", with_trap)
-    steps = watch(patch, grid, "env_step", "cell action")
     run = one_run(grid, FLAGS, learning_rate=0.5, gamma=0.8, epsilon=0.4)
-    last, lines = train(grid, run, grid.init_state(run))
-    patch.undo()
-    return SimpleNamespace(lines=lines, steps=steps, last=last)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "env_step", with_trap)
+        steps = watch(patch, grid, "env_step", "cell action")
+        last, lines = train(grid, run, grid.init_state(run))
+    return SimpleNamespace(run=run, lines=lines, steps=steps, last=last)
 
 
 def test_moves_stay_inside_the_grid_and_end_at_the_goal(learning):
@@ -77,7 +76,8 @@ def test_an_interval_counts_its_steps_and_the_episodes_that_ended_from_their_sta
                 lengths.append(length)
                 length = 0
         assert (line["episodes"], line["episode_steps"]) == (len(lengths), sum(lengths))
-    assert [line["timesteps"] for line in learning.lines] == [INTERVAL, 2 * INTERVAL]
+    assert len(learning.steps) == learning.last.timesteps == 2 * INTERVAL
+    assert learning.run.interval_timesteps == INTERVAL
 
 
 # The best actions in a column of the grid: one to four of them. They lead to each of the columns.
@@ -144,7 +144,7 @@ def test_runs_find_a_shortest_path_and_the_exact_value_of_the_start():
 def test_steps_per_episode_are_nan_until_an_episode_ends(capsys):
     """The first random episode in a grid of 40 x 40 takes far more than 1,000 steps."""
     grid.main("--num-rows 40 --num-columns 40 --total-timesteps 1000".split())
-    assert "steps/episode nan" in capsys.readouterr().out
+    assert "episode_steps nan" in capsys.readouterr().out
 
 
 def greedy_steps(*rows):

@@ -14,14 +14,15 @@ import pytest
 from conftest import (
     CAR,
     DECAY,
+    FRACTIONS,
     GRID,
     LEARNERS,
     PARALLEL,
+    POSITIVE,
     REINFORCE,
     REPLAY,
     TRIO,
     assert_independent,
-    is_fraction,
     jit,
     load,
     one_run,
@@ -172,12 +173,12 @@ def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
 @pytest.mark.parametrize("name", [PARALLEL, *DISTINCT])  # the first has --epsilon
 def test_the_ends_of_each_range_of_values_and_the_largest_seeds_stay_finite(name):
     """All combinations, as one program."""
-    script, flags = load(name), f"--seed {2**31 - 2} --num-seeds 2"
-    for flag, default in vars(script.parse_args([])).items():
-        if isinstance(default, list):  # it can be swept
-            ends = "0 1" if is_fraction(name, flag) else "1e-6 3"
-            flags += f" --{flag.replace('_', '-')} {ends}"
-    runs, _ = script.make_runs(script.parse_args(flags.split()))
+    script, flags = load(name), ["--seed", str(2**31 - 2), "--num-seeds", "2"]
+    for flag in FRACTIONS[name]:
+        flags += [flag, "0", "1"]
+    for flag in POSITIVE[name]:
+        flags += [flag, "1e-6", "3"]
+    runs, _ = script.make_runs(script.parse_args(flags))
 
     @jax.jit
     @jax.vmap

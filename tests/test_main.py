@@ -11,23 +11,27 @@ import re
 import time
 from types import SimpleNamespace
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
 import numpy as np
 import pytest
 from conftest import GRID, PARALLEL, REINFORCE, SCRIPTS, load
+from matplotlib.figure import Figure
 
+# A median of returns of which none exists is nan, as it should be.
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")
 close, equal = np.testing.assert_allclose, np.testing.assert_equal
 # The last gamma has more digits than `:g` shows.
 RATES, GAMMAS, SEEDS = [0.5, 0.125, 0.25], [0.5, 0.75, 1.0, 0.25, 0.9921875], [7, 8, 9]
 SIZES = np.array([64.0, 49.0, 85.0])  # of the seeds: the mean is 66, the median 64
-FLAGS = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.9921875 --num-seeds 3 --seed 7"
 LINES = 4
 NAP = 0.02  # seconds that each run sleeps in each interval
 MAINS = [PARALLEL, GRID, REINFORCE]  # the car, which learns nothing, has tests of its own
+FLAGS = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.9921875 --num-seeds 3 --seed 7"
+FLAGS += f" --num-intervals {LINES}"
+STEPS = " --total-timesteps 1e9"  # 250,000,000 in each of four intervals
+FLAGS_OF = {PARALLEL: FLAGS + STEPS, GRID: FLAGS + STEPS, REINFORCE: FLAGS}
 
 # What is known of the 45 runs, (45,) each: seeds change fastest, then gamma.
 rate = np.repeat(RATES, 5 * 3)
@@ -35,6 +39,7 @@ gamma = np.tile(np.repeat(GAMMAS, 3), 3)
 seed = np.tile(SEEDS, 15)
 size = np.tile(SIZES, 15)
 labels = np.repeat([f"learning_rate {x}, gamma {y}" for x in RATES for y in GAMMAS], 3).tolist()
+settings = np.arange(45).reshape(15, 3)  # the runs of each
 
 
 def value_after(lines):
@@ -42,14 +47,21 @@ def value_after(lines):
     return size + lines * rate
 
 
-def steps_after(lines):
-    """The toy's steps. Those of seeds and settings differ; their sum needs more than 32 bits."""
-    return lines * (2**27 + 2**20 * seed + 2**24 * rate + 1)
+def steps_after(name, lines):
+    """The steps of each run. Only REINFORCE's differ. Their sum needs more than 32 bits."""
+    if name == REINFORCE:
+        return lines * (2**27 + 2**20 * seed + 2**24 * rate + 1)
+    return np.full(45, lines * 250_000_000)
+
+
+def episodes_in(line):
+    """The toy's episodes: 1 to 5 of each run; in line 1, none of seed 7, in 2, none of gamma 1."""
+    return np.where((line == 1) & (seed == 7) | (line == 2) & (gamma == 1), 0, seed - 8 + line)
 
 
 def returns_in(line):
-    """The toy's returns, from -244 to 1,240. Runs of seed 7 have none in the first line."""
-    return np.where((seed == 7) & (line == 1), np.nan, 20 * value_after(line) * gamma - 500)
+    """The toy's mean returns of a run, from -244 to 1,240; nan if no episode ended."""
+    return np.where(episodes_in(line) == 0, np.nan, 20 * value_after(line) * gamma - 500)
 
 
 class State(NamedTuple):
@@ -64,10 +76,16 @@ def init_state(run):
 
 def train_interval(run, state):
     value, line = state.value + run.learning_rate, state.line + 1
-    returns = jnp.where((run.seed == 7) & (line == 1), jnp.nan, 20 * value * run.gamma - 500)
+    none = (line == 1) & (run.seed == 7) | (line == 2) & (run.gamma == 1)
     more = (2**24 * run.learning_rate).astype(int)
     state = State(value, line, line * (2**27 + 2**20 * run.seed + more + 1))
-    return state, {"returns": returns, "episode_steps": value**2, "episodes": value}
+    return state, {
+        "returns": jnp.where(none, jnp.nan, 20 * value * run.gamma - 500),
+        "episodes": jnp.where(none, 0, run.seed - 8 + line),
+        "episode_steps": value**2,
+        "value": value,
+        "constant": 2.5,
+    }
 
 
 def evaluate(run, state):
@@ -94,7 +112,7 @@ def script(monkeypatch):
 @pytest.fixture(scope="module", params=MAINS)
 def toy(request, tmp_path_factory):
     """One command with the toy: what main returned, what it printed, and when."""
-    printed = tmp_path_factory.mktemp("toy") / "printed.txt"
+    name, printed = request.param, tmp_path_factory.mktemp("toy") / "printed.txt"
     lines_before_nap = []
 
     def nap(value):
@@ -117,27 +135,30 @@ def toy(request, tmp_path_factory):
     functions = {"init_state": init_state, "train_interval": slow_interval, "evaluate": evaluate}
     functions = {name: slow_to_trace(function) for name, function in functions.items()}
     with pytest.MonkeyPatch.context() as patch, printed.open("w") as file:
-        script, began = with_toy(patch, request.param, **functions), time.perf_counter()
+        script, began = with_toy(patch, name, **functions), time.perf_counter()
         patch.setattr(script, "AT_ONCE", 5)  # of 12 runs on a device
         with contextlib.redirect_stdout(file):
-            results = script.main(f"{FLAGS} --num-intervals {LINES}".split())
+            results = script.main(FLAGS_OF[name].split())
         seconds = time.perf_counter() - began
     text = printed.read_text().splitlines()
     return SimpleNamespace(
+        name=name,
         results=results,
         seconds=seconds,
         curves=results["curves"],
         head=text[0],
+        second_line=text[1],
         lines=[line for line in text if line.startswith("step ")],
         reports=[line for line in text if line.startswith("learning_rate ")],
         lines_before_nap=lines_before_nap,
     )
 
 
-def number_after(name, text):
-    """The number that follows a name in a text."""
-    number = re.search(rf"{name}:? (nan|[-+\d.,e]+)", text)[1]
-    return float(number.replace(",", ""))
+def numbers_after(name, text):
+    """The number that follows a name in a text, or the two of a range, as in 276.0 to 460.1."""
+    found = re.search(rf"(?<!\w){name}:? (\S+)(?: to (\S+))?", text)
+    assert found, f"no {name} in: {text}"
+    return [float(number.replace(",", "")) for number in found.groups() if number]
 
 
 def test_all_combinations_of_swept_values_run_with_all_seeds(toy):
@@ -153,30 +174,71 @@ def test_each_run_learns_with_its_own_flags(toy):
     """Three runs are repeated, so that four devices have equally many. They are cut."""
     for i in range(LINES):
         equal(toy.curves["returns"][i], returns_in(line=i + 1))
-        equal(toy.curves["timesteps"][i], steps_after(i + 1))
+        equal(toy.curves["episodes"][i], episodes_in(line=i + 1))
+        equal(toy.curves["timesteps"][i], steps_after(toy.name, i + 1))
     equal(toy.results["learned"]["layer"]["kernel"], value_after(LINES))
     equal(toy.results["learned"]["greedy_return"][:, 1], value_after(LINES) + 9)
 
 
-def test_a_line_shows_means_over_all_runs_and_their_steps_per_second(toy):
-    """In the first line, some runs have no return, so there is no mean."""
-    assert number_after("runs", toy.head) == 45
+def test_the_first_line_has_the_numbers_of_runs_and_devices(toy):
+    assert numbers_after("runs", toy.head) == [45]
+    assert numbers_after("devices", toy.head) == [4]
     assert len(toy.lines) == LINES
+
+
+def assert_range(name, line, means):
+    """A line shows the lowest and the highest of the means of all settings, or nan as the last."""
+    expected = [np.nanmin(means), np.max(means)]  # np.max is nan if one is
+    close(numbers_after(name, line), expected, rtol=1e-3)
+
+
+def test_a_line_shows_the_lowest_and_the_highest_mean_of_a_setting(toy):
+    assert "15 settings" in toy.second_line
     for i, line in enumerate(toy.lines, start=1):
-        assert number_after("step", line) == pytest.approx(steps_after(i).mean(), abs=1)
-        shown = number_after("returns", line)
-        assert shown == pytest.approx(returns_in(i).mean(), rel=1e-3, nan_ok=True)
-        assert number_after("episodes", line) == pytest.approx(value_after(i).mean(), rel=1e-3)
-        speed = int(line.split("  ")[-1].split()[0].replace(",", ""))
-        seconds = toy.curves["seconds"][i - 1]
-        assert speed == pytest.approx(steps_after(i).sum() / seconds, rel=1e-3)
+        assert_range("value", line, value_after(i)[settings].mean(axis=1))
+        assert numbers_after("constant", line) == [2.5]  # equal in all settings: one number
+
+
+@pytest.mark.parametrize("toy", [PARALLEL, REINFORCE], indirect=True)
+def test_a_return_is_a_mean_over_all_episodes_of_the_runs_of_a_setting(toy):
+    """Runs have different numbers of episodes. One without any does not make the mean nan.
+
+    In the second line, three settings have no episode at all: there, nan is the highest.
+    """
+    for i, line in enumerate(toy.lines, start=1):
+        number = episodes_in(i)[settings]
+        total = np.nansum(returns_in(i)[settings] * number, axis=1)
+        with np.errstate(invalid="ignore"):  # 0 / 0
+            assert_range("returns", line, total / number.sum(axis=1))
+        assert np.isnan(numbers_after("returns", line)[1]) == (i == 2)
 
 
 @pytest.mark.parametrize("toy", [GRID], indirect=True)
 def test_the_grid_world_shows_the_steps_of_all_episodes_divided_by_their_number(toy):
     for i, line in enumerate(toy.lines, start=1):
-        ratio = np.sum(value_after(i) ** 2) / np.sum(value_after(i))
-        assert number_after("steps/episode", line) == pytest.approx(ratio, abs=0.06)
+        steps, number = value_after(i) ** 2, episodes_in(i)
+        with np.errstate(divide="ignore"):
+            ratio = steps[settings].sum(axis=1) / number[settings].sum(axis=1)
+        assert_range("episode_steps", line, np.where(np.isfinite(ratio), ratio, np.nan))
+
+
+def test_a_line_shows_the_steps_of_a_run_and_those_of_all_runs_per_second(toy):
+    for i, line in enumerate(toy.lines, start=1):
+        steps = steps_after(toy.name, i)
+        if toy.name == REINFORCE:
+            assert_range("step", line, steps[settings].mean(axis=1))
+        else:
+            assert numbers_after("step", line) == [steps[0]]
+        speed = int(line.split("  ")[-1].split()[0].replace(",", ""))
+        assert speed == pytest.approx(steps.sum() / toy.curves["seconds"][i - 1], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MAINS)
+def test_a_line_of_one_setting_has_a_mean_of_each_metric(name, monkeypatch, capsys):
+    with_toy(monkeypatch, name).main("--seed 7 --num-seeds 3 --num-intervals 1".split())
+    text = capsys.readouterr().out
+    assert "means over all runs" in text and " to " not in text
+    assert numbers_after("episodes", text) == [1]  # 0, 1 and 2
 
 
 def test_each_line_is_written_before_the_next_interval_begins(toy):
@@ -191,7 +253,7 @@ def test_seconds_include_what_an_interval_takes(toy):
 
 def test_seconds_begin_after_compilation(toy):
     """Each of three functions takes half a second to trace, and nothing is counted twice."""
-    compiled = number_after("compiled in", toy.head)
+    [compiled] = numbers_after("compiled in", toy.head)
     assert compiled > 1.4  # shown with one decimal
     assert compiled - 0.05 + toy.curves["seconds"][-1] < toy.seconds
 
@@ -214,12 +276,49 @@ def test_nothing_is_computed_if_a_package_has_no_metadata(name, monkeypatch, cap
     assert capsys.readouterr().out == ""
 
 
-def test_a_report_has_the_mean_and_the_worst_mean_of_the_runs_of_its_setting():
-    returns = np.array([[1, 1, 1], [9, 9, 30], [2, 4, 3], [20, 30, 13]], float)
-    for script in (PARALLEL, REINFORCE):  # the rows from 1 on have the means 16, 3 and 21
-        text = load(script).report({"greedy_return": returns}, slice(1, 4))
-        assert number_after("greedy return", text) == pytest.approx(40 / 3, abs=0.05)
-        assert number_after("worst run", text) == 3
+@pytest.mark.parametrize("name", MAINS)
+def test_the_file_is_written_before_results_are_reported_or_drawn(name, monkeypatch, tmp_path):
+    """A report, or a picture, that fails loses nothing."""
+
+    def fails(*args):
+        raise OSError
+
+    script = with_toy(monkeypatch, name, report=fails)
+    with pytest.raises(OSError):
+        script.main(f"--num-intervals 1 --save {tmp_path}/x.npz".split())
+    assert np.load(tmp_path / "x.npz")["runs.seed"].tolist() == [0]
+
+
+RETURNS = np.array([[1, 1, 1], [9, 9, 30], [2, 4, 3], [20, 30, 13]], float)
+
+
+def test_a_report_has_the_mean_of_a_setting_with_its_interval_and_the_worst_run():
+    """The rows from 1 on have the means 16, 3 and 21. Their variance is 86 + 1/3."""
+    text = load(PARALLEL).report({"greedy_return": RETURNS}, slice(1, 4))
+    assert numbers_after("greedy return", text) == [13.33]
+    assert numbers_after("±", text) == [11]  # 1.96 * sqrt((86 + 1/3) / 3) = 10.51
+    assert numbers_after("worst run", text) == [3]
+
+
+def test_a_report_has_four_digits():
+    """With one decimal, 0.987 and 0.97 would be printed as 1.0."""
+    returns = np.array([[0.98712], [0.97012]])
+    text = load(PARALLEL).report({"greedy_return": returns}, slice(0, 2))
+    assert numbers_after("greedy return", text) == [0.9786]
+    assert numbers_after("worst run", text) == [0.9701]
+
+
+def test_a_report_of_one_run_is_its_return():
+    text = load(PARALLEL).report({"greedy_return": RETURNS}, slice(1, 2))
+    assert re.fullmatch(r"greedy return 16\.0+", text)
+
+
+def test_a_report_of_a_run_that_diverged_is_nan():
+    """The worst run is nan, too, whatever the others reach."""
+    returns = np.array([[9.0], [np.nan]])
+    text = load(PARALLEL).report({"greedy_return": returns}, slice(0, 2))
+    assert np.isnan(numbers_after("greedy return", text))
+    assert np.isnan(numbers_after("worst run", text))
 
 
 def test_a_value_that_is_swept_twice_is_reported_twice(script, capsys):
@@ -227,107 +326,95 @@ def test_a_value_that_is_swept_twice_is_reported_twice(script, capsys):
     assert capsys.readouterr().out.count("gamma 0.5: greedy return") == 2
 
 
-def test_runs_are_divided_equally_among_as_few_devices_as_they_need(script):
-    """Of four. The first runs are repeated."""
-    for num_runs, num_devices, padded in (1, 1, 1), (3, 3, 3), (5, 4, 8), (18, 4, 20):
-        devices, runs = script.divide({"seed": np.arange(num_runs)})
-        assert len(devices) == num_devices
-        assert runs["seed"].tolist() == [*range(num_runs), *range(padded - num_runs)]
+@pytest.mark.parametrize(("num_runs", "num_devices"), [(1, 1), (3, 3), (18, 4)])
+def test_runs_are_divided_among_as_few_devices_as_they_need(num_runs, num_devices, script, capsys):
+    """Of four. Two of 18 runs are repeated, and cut."""
+    results = script.main(f"--num-seeds {num_runs} --num-intervals 1".split())
+    assert numbers_after("devices", capsys.readouterr().out) == [num_devices]
+    assert len(results["learned"]["greedy_return"]) == num_runs
 
 
-SVG = "{http://www.w3.org/2000/svg}"
+class Accelerators(list):
+    """CPU devices that say of themselves that they are GPUs."""
+
+    def __getitem__(self, index):
+        return SimpleNamespace(platform="gpu")
 
 
-def style_of(element):
-    """The style of an element of a picture, by name."""
-    return dict(part.split(": ") for part in element.get("style").split("; "))
+def test_on_a_gpu_all_runs_are_vmapped_at_once(script, monkeypatch):
+    """On a CPU, a loop makes AT_ONCE of them at a time."""
+    monkeypatch.setattr(script, "AT_ONCE", 2)
+    runs, fixed = {"seed": np.array([8, 7, 9, 8, 7, 9])}, {"env": None}
+    for devices, loops in (jax.devices()[:1], True), (Accelerators(jax.devices()[:1]), False):
+        first = script.compile_over_runs(init_state, runs, fixed=fixed, devices=devices)
+        equal(first(runs).value, SIZES[[1, 0, 2, 1, 0, 2]])
+        assert ("while" in first.as_text()) == loops
 
 
-def read_picture(path):
-    """Read what an .svg file shows. A point is (x to the right, y upwards), in 1/72 inch."""
-    root = ElementTree.parse(path).getroot()
-    group = {element.get("id"): element for element in root.iter(f"{SVG}g")}
-
-    def lines(parent):
-        for child in parent.findall(f"{SVG}g"):
-            if child.get("id").startswith("line2d"):
-                points = [(float(p.get("x")), -float(p.get("y"))) for p in child.iter(f"{SVG}use")]
-                style = style_of(child.find(f"{SVG}path"))
-                width = float(style["stroke-width"])
-                yield SimpleNamespace(points=points, color=style["stroke"], width=width)
-
-    box = group["patch_2"].find(f"{SVG}path").get("d")  # of the axes
-    corners = np.array(re.findall(r"([\d.]+) ([\d.]+)", box), float) * [1, -1]
-    return SimpleNamespace(
-        lines=list(lines(group["axes_1"])),
-        legend=list(lines(group["legend_1"])),
-        texts=[text.text for text in group["legend_1"].iter(f"{SVG}text")],
-        heights_of_texts=[-float(text.get("y")) for text in group["legend_1"].iter(f"{SVG}text")],
-        lower=corners.min(axis=0),
-        upper=corners.max(axis=0),
-    )
-
-
-def draw_toy(script, folder, flags):
-    with mpl.rc_context({"svg.fonttype": "none"}):  # letters, not shapes
-        script.main(f"{flags} --plot {folder / 'curves.svg'}".split())
-    return read_picture(folder / "curves.svg")
+def draw_toy(monkeypatch, flags):
+    """Run REINFORCE with the toy. Return the figure that it would have saved."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    with_toy(monkeypatch, REINFORCE).main(f"{flags} --plot x.png".split())
+    figures[0].draw_without_rendering()  # places everything
+    return figures[0]
 
 
 @pytest.fixture(scope="module")
-def picture(tmp_path_factory):
+def figure():
     """For each setting three thin lines, of its runs, and then a bold one, the median."""
     with pytest.MonkeyPatch.context() as patch:
-        script = with_toy(patch, PARALLEL)
-        flags = f"{FLAGS} --num-intervals {LINES}"
-        return draw_toy(script, tmp_path_factory.mktemp("picture"), flags)
+        return draw_toy(patch, FLAGS)
 
 
-def test_a_picture_shows_each_run_and_the_median_of_each_setting(picture):
+def test_a_picture_shows_each_run_and_the_median_of_each_setting(figure):
     """Where a run has no return, its line has a gap, and the median is that of the others."""
-    expected, shown = [], []
-    x = np.array([steps_after(k) for k in range(1, LINES + 1)])  # (lines, 45)
+    x = np.array([steps_after(REINFORCE, k) for k in range(1, LINES + 1)])  # (lines, 45)
     y = np.array([returns_in(k) for k in range(1, LINES + 1)])
-    for i in range(0, 45, 3):
-        own_x, own_y = x[:, i : i + 3], y[:, i : i + 3]
-        for run in range(3):
-            expected.append(np.stack([own_x[:, run], own_y[:, run]]))
-        expected.append(np.stack([np.median(own_x, axis=1), np.nanmedian(own_y, axis=1)]))
-    for line, points in zip(picture.lines, expected, strict=True):
-        assert len(line.points) == np.isfinite(points[1]).sum()
-        shown += line.points
-    expected = np.concatenate(expected, axis=1)
-    expected = expected[:, np.isfinite(expected[1])]
-    for drawn, values in zip(np.transpose(shown), expected, strict=True):
-        scale, offset = np.polyfit(values, drawn, 1)
-        assert scale > 0
-        close(drawn, scale * values + offset, atol=0.01)
+    lines = iter(figure.axes[0].lines)
+    for runs in settings:
+        expected = [(x[:, run], y[:, run]) for run in runs]
+        expected.append((np.median(x[:, runs], axis=1), np.nanmedian(y[:, runs], axis=1)))
+        for own_x, own_y in expected:
+            line = next(lines)
+            equal(line.get_xdata(), own_x)
+            close(line.get_ydata(), own_y)
+    assert not list(lines)
 
 
-def test_a_picture_shows_runs_thin_and_in_the_color_of_their_bold_median(picture):
+def test_a_picture_shows_runs_thin_and_in_the_color_of_their_bold_median(figure):
+    lines = figure.axes[0].lines
     for i in range(0, 60, 4):
-        *thin, bold = picture.lines[i : i + 4]
-        assert {line.color for line in thin} == {bold.color}
-        assert all(line.width < bold.width for line in thin)
+        *thin, bold = lines[i : i + 4]
+        assert {line.get_color() for line in thin} == {bold.get_color()}
+        assert all(line.get_linewidth() < bold.get_linewidth() for line in thin)
 
 
-def test_a_legend_names_the_settings_beside_their_colors(picture):
-    assert picture.texts == [f"median, {label}" for label in labels[::3]]
-    assert [line.color for line in picture.legend] == [line.color for line in picture.lines[3::4]]
+def test_a_legend_names_the_settings_beside_their_colors(figure):
+    [legend], bold = figure.legends, figure.axes[0].lines[3::4]
+    assert [text.get_text() for text in legend.texts] == [f"median, {x}" for x in labels[::3]]
+    assert [line.get_color() for line in legend.get_lines()] == [x.get_color() for x in bold]
 
 
-def test_the_legend_is_not_in_front_of_the_curves_and_leaves_room_for_them(picture):
-    heights = np.array(picture.heights_of_texts)
-    assert np.all((heights < picture.lower[1]) | (heights > picture.upper[1]))
-    assert picture.upper[1] - picture.lower[1] > 3 * 72  # inches
+def test_the_axes_are_labeled(figure):
+    assert "steps" in figure.axes[0].get_xlabel()
+    assert "return" in figure.axes[0].get_ylabel()
 
 
-def test_all_points_are_inside_of_the_axes(picture):
-    points = np.concatenate([line.points for line in picture.lines])
-    assert np.all((picture.lower < points) & (points < picture.upper))
+def test_the_legend_is_not_in_front_of_the_curves_and_leaves_room_for_them(figure):
+    axes, legend = figure.axes[0].get_window_extent(), figure.legends[0].get_window_extent()
+    assert not axes.overlaps(legend)
+    assert axes.height > 3 * figure.dpi  # inches
 
 
-def test_a_picture_of_one_progress_line_shows_its_points(script, tmp_path):
-    picture = draw_toy(script, tmp_path, "--seed 8 --num-intervals 1")
-    assert [len(line.points) for line in picture.lines] == [1, 1]
-    assert picture.texts == ["median, all runs"]
+def test_all_points_are_inside_of_the_axes(figure):
+    inside = figure.axes[0].viewLim
+    for line in figure.axes[0].lines:
+        points = line.get_xydata()
+        assert all(inside.contains(*point) for point in points if np.isfinite(point[1]))
+
+
+def test_a_picture_of_one_progress_line_shows_its_points(monkeypatch):
+    figure = draw_toy(monkeypatch, "--seed 8 --num-intervals 1")
+    assert [line.get_marker() for line in figure.axes[0].lines] == [".", "."]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["median, all runs"]

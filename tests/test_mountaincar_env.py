@@ -75,6 +75,7 @@ def test_the_cosine_is_accurate_far_beyond_the_track():
     """At 50, neighboring numbers of single precision are 4e-6 apart."""
     x = np.linspace(-50, 50, 100_001, dtype=np.float32)
     close(car.cosine(jnp.array(x)), np.cos(x.astype(float)), rtol=0, atol=4e-6)
+    close(car.cosine(0.5), np.cos(0.5), rtol=1e-6)  # a number of Python, in a state made by hand
 
 
 class Costly(car.MountainCar):
@@ -193,6 +194,23 @@ def test_an_episode_depends_on_neither_the_batch_nor_the_number_of_cars(short):
     many, one_by_one = short("--num-episodes 40"), short("--num-episodes 40 --num-envs 1")
     for name, array in many.items():
         close(array, one_by_one[name], rtol=0, atol=1e-6)  # another program may round
+
+
+def test_as_many_cars_as_asked_for_are_driven_at_once_on_each_device(short, monkeypatch):
+    """Ten episodes on each of four devices: three batches of three cars, and the last one."""
+    batches = set()
+
+    def choose_action(args, obs, uniform):
+        def note(position):
+            batches.add(position.shape)
+            return np.zeros(position.shape, np.int32)
+
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.pure_callback(note, shape, obs[0], vmap_method="broadcast_all")
+
+    monkeypatch.setattr(car, "choose_action", choose_action)
+    short("--num-episodes 40 --num-envs 3")
+    assert batches == {(3,), (1,)}
 
 
 def test_two_seeds_share_no_episode(short):

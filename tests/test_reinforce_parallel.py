@@ -167,11 +167,11 @@ FLAGS += " --learning-rate 0.05 --gamma 0.9"
 @cache
 def recorded(flags="", run_of=pole_run):
     """A record of two intervals of three updates (5, rounded up), from five episodes each."""
-    run, patch = run_of(rp, f"{FLAGS} {flags}"), pytest.MonkeyPatch()
-    updates = watch(patch, rp, "policy_loss", "params episodes advantage")
-    last, lines = train(rp, run, rp.init_state(run))
-    patch.undo()
-    return SimpleNamespace(lines=lines, updates=updates, last=last.params)
+    run = run_of(rp, f"{FLAGS} {flags}")
+    with pytest.MonkeyPatch.context() as patch:
+        updates = watch(patch, rp, "policy_loss", "params episodes advantage")
+        last, lines = train(rp, run, rp.init_state(run))
+    return SimpleNamespace(lines=lines, updates=updates, last=last.params, timesteps=last.timesteps)
 
 
 TRUNCATION = "--sync truncation"
@@ -205,8 +205,9 @@ def test_a_progress_line_describes_whole_episodes(flags):
     for line, updates in zip(record.lines, halves(record.updates), strict=True):
         rewards = [play_again(x)[1] for update in updates for x in episodes_of(update)]
         timesteps += sum(map(len, rewards))
-        assert line["timesteps"] == timesteps
-        close(line["returns"], sum(map(sum, rewards)) / 15)  # three updates from five episodes
+        assert line["episodes"] == 15  # three updates from five episodes
+        close(line["returns"], sum(map(sum, rewards)) / 15)
+    assert record.timesteps == timesteps
 
 
 def test_advantages_are_discounted_returns_to_go_less_their_mean():
@@ -261,6 +262,25 @@ def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(monkey
         jax.tree.map(np.testing.assert_allclose, learned["params"], params)
 
 
+def test_the_greedy_return_of_weights_that_are_nan_is_nan():
+    """The greedy policy takes action 0 then, and its return is a number. One weight is enough."""
+    run = noise_run(rp, "--eval-episodes 2 --hidden-size 8")
+    state, evaluate = rp.init_state(run), jit(rp.evaluate, run)
+    assert evaluate(state)["greedy_return"].tolist() == [5, 5]  # 1 in each of five steps
+    for name, array in state.params.items():
+        params = state.params | {name: array.at[-1].set(jnp.nan)}
+        assert np.isnan(evaluate(state._replace(params=params))["greedy_return"]).all()
+
+
+def test_continuous_actions_are_learned_from_where_nothing_is_replaced():
+    run = one_run(rp, "--env-id MountainCarContinuous-v0 --num-envs 2 --hidden-size 8")
+    first = rp.init_state(run)
+    last, metrics = jit(rp.train_step, run)(first, None)
+    assert last.timesteps > 0 and metrics["returns"] < 0  # each push costs
+    for name, array in last.params.items():
+        assert np.isfinite(array).all() and not np.array_equal(array, first.params[name])
+
+
 def test_an_episode_that_is_truncated_sooner_is_padded(monkeypatch):
     """The environment itself gives up after 3 steps."""
     monkeypatch.setattr(Noise, "is_truncated", lambda self, state, params: state.time >= 3)
@@ -269,12 +289,12 @@ def test_an_episode_that_is_truncated_sooner_is_padded(monkeypatch):
     assert episode.mask.tolist() == [True] * 3 + [False] * 2
 
 
-def film(monkeypatch, run, params):
+def film(monkeypatch, run, params, seed=0):
     """Animate a run. Return the states and rewards of which gymnax is to draw a film."""
     visualizer = Mock()
     monkeypatch.setattr("gymnax.visualize.Visualizer", visualizer)
     monkeypatch.setattr(rp, "make_env", lambda args: (run.env, run.env_params))
-    rp.animate(rp.parse_args(["--gif", "x.gif"]), {"params": params})
+    rp.animate(rp.parse_args(["--gif", "x.gif", "--seed", str(seed)]), {"params": params})
     visualizer.return_value.animate.assert_called_once_with("x.gif")
     _, _, states, rewards = visualizer.call_args.args
     return states, rewards
@@ -298,3 +318,10 @@ def test_a_film_shows_at_most_200_steps(monkeypatch):
     params = jax.tree.map(lambda array: array[None], rp.init_state(run).params)
     states, _ = film(monkeypatch, run, params)
     assert [state.time for state in states] == [*range(200)]
+
+
+def test_the_seed_decides_which_episode_a_film_shows(monkeypatch):
+    run = pole_run(rp, "")
+    params = jax.tree.map(lambda array: array[None], rp.init_state(run).params)
+    starts = [film(monkeypatch, run, params, seed)[0][0].x for seed in (1, 1, 2)]
+    assert starts[0] == starts[1] != starts[2]

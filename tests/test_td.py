@@ -22,6 +22,7 @@ from environments import (
     noise_run,
     play_in_gymnasium,
     pole_run,
+    run_in,
     step_in_gymnasium,
 )
 from scipy.stats import kstest
@@ -54,16 +55,16 @@ OWN = {
 
 @pytest.fixture(scope="module", params=TRIO)
 def learning(request):
-    name, patch = request.param, pytest.MonkeyPatch()
+    name = request.param
     script, flags = load(name), f"--num-envs 4 --num-centers 9 --num-intervals 2 {FLAGS[name]}"
     run = pole_run(script, flags, learning_rate=0.3, gamma=0.8, sigma=0.7, **OWN[name])
-    steps, updates = watch(patch, script, "vector_step"), watch_losses(patch, script)
     # With weights of 0, a gradient through the targets would be 0, and not be noticed.
     weights = np.random.default_rng(0).normal(size=(2, 9))
     first = script.init_state(run)._replace(weights=jnp.float32(weights))
-    last, lines = train(script, run, first)
-    patch.undo()
-    transitions = [step.out[1][0] for step in steps]  # of the state, and (transitions, info)
+    with pytest.MonkeyPatch.context() as patch:
+        steps, updates = watch(patch, script, "vector_step"), watch_losses(patch, script)
+        last, lines = train(script, run, first)
+    transitions = [step.out[1][0] for step in steps]  # of the state, and (transitions, sums)
     length, ended = np.zeros(4, int), []
     for step in transitions:
         length += 1
@@ -89,7 +90,8 @@ def test_steps_are_rounded_up_to_two_equal_intervals(learning):
     steps, updates = (144, 12) if learning.on_line else (160, 40)
     assert len(learning.transitions) * 4 == steps
     assert len(learning.updates) == updates
-    assert [line["timesteps"] for line in learning.lines] == [steps / 2, steps]
+    assert learning.run.interval_timesteps * len(learning.lines) == steps
+    assert getattr(learning.last, "timesteps", steps) == steps  # parallel_td.py need not count
 
 
 def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learning):
@@ -189,6 +191,7 @@ def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learni
             returns += total[ended].tolist()
             total[ended] = 0
         close(line["returns"], np.mean(returns), rtol=1e-5)
+        assert line["episodes"] == len(returns)
 
 
 @pytest.mark.parametrize("name", TRIO[:2])
@@ -318,8 +321,56 @@ def test_returns_are_nan_where_no_episode_ends(monkeypatch):
     script = load(REPLAY)
     run = noise_run(script, "--num-intervals 1 --eval-episodes 2 --total-timesteps 200")
     state, [line] = train(script, run, script.init_state(run))
-    assert np.isnan(line["returns"])
+    assert np.isnan(line["returns"]) and line["episodes"] == 0
     assert np.isnan(jit(script.evaluate, run)(state)["greedy_return"]).all()
+
+
+@pytest.mark.parametrize("name", TRIO)
+def test_the_greedy_return_of_weights_that_are_nan_is_nan(name):
+    """The greedy policy takes action 0 then, and its return is a number. One weight is enough."""
+    script = load(name)
+    run = noise_run(script, "--num-centers 3 --eval-episodes 2")
+    state, evaluate = script.init_state(run), jit(script.evaluate, run)
+    assert evaluate(state)["greedy_return"].tolist() == [5, 5]  # 1 in each of five steps
+    state = state._replace(weights=state.weights.at[2, 1].set(jnp.nan))
+    assert np.isnan(evaluate(state)["greedy_return"]).all()
+
+
+@pytest.mark.parametrize("name", TRIO)
+@pytest.mark.parametrize("env_id", ["Acrobot-v1", "MountainCar-v0"])
+def test_the_other_tasks_are_learned_from(name, env_id):
+    """Here, each transition has an effect, since nothing is replaced."""
+    script = load(name)
+    run = one_run(script, f"--env-id {env_id} --num-centers 20 --num-envs 4")
+    state, train_step = script.init_state(run), jit(script.train_step, run)
+    assert len(state.weights) == 3  # both tasks have three actions
+    for _ in range(2):  # the first targets are rewards of -1
+        state, (metrics, _) = train_step(state, None)
+    assert 0 < metrics["td_error"] < 2
+    assert np.isfinite(state.weights).all() and state.weights.any()
+
+
+class Columns(Noise):
+    """The same numbers, in two rows and two columns."""
+
+    def reset_env(self, key, params):
+        obs, state = super().reset_env(key, params)
+        return obs.reshape(2, 2), state
+
+    def step_env(self, key, state, action, params):
+        obs, *others = super().step_env(key, state, action, params)
+        return obs.reshape(2, 2), *others
+
+
+@pytest.mark.parametrize("name", TRIO[:2])
+def test_an_observation_of_two_axes_is_read_as_one(name):
+    script, learned = load(name), []
+    for env in Noise(), Columns():
+        run = run_in(env, env.default_params, script, "--num-centers 3 --num-envs 4")
+        state, _ = jit(script.train_step, run)(script.init_state(run), None)
+        learned.append(jit(script.evaluate, run)(state))
+    jax.tree.map(partial(close, rtol=1e-5), *learned)
+    assert learned[0]["weights"].any()
 
 
 def test_a_scale_of_another_length_than_the_observation_is_refused(monkeypatch):

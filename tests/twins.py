@@ -15,10 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from conftest import ROOT, TRIO
+from conftest import RECIPES, TRIO, path_of
 from test_consistency import SOURCES, groups_of
-
-RECIPES = ROOT / "tests" / "recipes"
 
 
 def copy(script, name):
@@ -28,8 +26,8 @@ def copy(script, name):
     for other in group:
         old, new = SOURCES[other][name], SOURCES[script][name]
         if old != new:
-            before, after = f"\n{(ROOT / other).read_text()}".split(f"\n{old}\n")
-            (ROOT / other).write_text(f"{before}\n{new}\n{after}"[1:])
+            before, after = f"\n{path_of(other).read_text()}".split(f"\n{old}\n")
+            path_of(other).write_text(f"{before}\n{new}\n{after}"[1:])
             changed.append(other)
     return changed
 
@@ -37,7 +35,7 @@ def copy(script, name):
 def applies(patch, script):
     """Try a recipe on a copy of a script, as a user would apply it."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(ROOT / script, folder)
+        shutil.copy(path_of(script), folder)
         command = ["patch", "-s", "-F0", script, str(patch)]
         return subprocess.run(command, cwd=folder, capture_output=True).returncode == 0
 
