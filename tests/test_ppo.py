@@ -29,7 +29,7 @@ close, equal = (
 FLAGS = "--num-envs 6 --num-steps 7 --update-epochs 2 --num-minibatches 3 --hidden-size 8"
 FLAGS += " --total-timesteps 930 --num-intervals 2 --learning-rate 0.005 --gamma 0.8"
 FLAGS += " --gae-lambda 0.6 --clip-coef 0.05 --ent-coef 0.3"
-PENDULUM = f"{FLAGS} --env-id Pendulum-v1"
+ENVS = ["the pole", "Pendulum-v1"]
 
 
 def forward(params, obs):
@@ -42,8 +42,8 @@ def random_params(rng, like):
 
 
 @cache
-def recorded(flags=FLAGS, run_of=pole_run):
-    run = run_of(ppo, flags)
+def recorded(env):
+    run = pole_run(ppo, FLAGS) if env == "the pole" else one_run(ppo, f"{FLAGS} --env-id {env}")
     first = ppo.init_state(run)
     first = first._replace(params=random_params(np.random.default_rng(0), first.params))
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +65,7 @@ def recorded(flags=FLAGS, run_of=pole_run):
 @pytest.fixture(scope="module")
 def ends():
     """What Gymnasium's pole does after each action that was seen: (168, 6) each."""
-    seen = recorded().seen
+    seen = recorded("the pole").seen
     next_obs, fell, out_of_time = np.zeros((168, 6, 4)), *np.zeros((2, 168, 6), bool)
     length = np.zeros(6, int)
     for t, i in np.ndindex(168, 6):
@@ -83,13 +83,13 @@ def ends():
 
 def test_steps_are_rounded_up_to_two_equal_intervals():
     """930 steps are 23 iterations of 42, so 24 of six minibatches each."""
-    record = recorded()
+    record = recorded("the pole")
     assert record.seen.reward.size == record.run.interval_timesteps * 2 == 1008
     assert (len(record.updates), len(record.lines)) == (144, 2)
 
 
 def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(ends):
-    seen = recorded().seen
+    seen = recorded("the pole").seen
     equal(seen.ended, ends.fell | ends.out_of_time)
     equal(seen.reward, 2 - 3 * seen.action)
     goes_on = ~seen.ended[:-1]
@@ -100,7 +100,7 @@ def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(ends):
 
 def test_values_are_those_of_the_critic_before_the_update(ends):
     """That of the true last observation counts where time ran out; where a pole fell, it is 0."""
-    record = recorded()
+    record = recorded("the pole")
     for t, params in enumerate(record.old):
         close(record.seen.value[t], forward(params["critic"], record.seen.obs[t])[:, 0])
         next_value = forward(params["critic"], ends.next_obs[t])[:, 0]
@@ -116,10 +116,10 @@ def log_prob(actor, obs, action):
     return np.log(softmax(output, axis=1)[np.arange(len(action)), action])
 
 
-@pytest.mark.parametrize(("flags", "run_of"), [(FLAGS, pole_run), (PENDULUM, one_run)])
-def test_the_probability_of_an_action_is_that_of_the_actor_before_the_update(flags, run_of):
+@pytest.mark.parametrize("env", ENVS)
+def test_the_probability_of_an_action_is_that_of_the_actor_before_the_update(env):
     """In Pendulum-v1, that of the action as it was drawn, not as it was clipped."""
-    record = recorded(flags, run_of)
+    record = recorded(env)
     for t, params in enumerate(record.old):
         expected = log_prob(params["actor"], record.seen.obs[t], record.seen.action[t])
         close(record.seen.log_prob[t], expected)
@@ -127,7 +127,7 @@ def test_the_probability_of_an_action_is_that_of_the_actor_before_the_update(fla
 
 def test_the_reward_of_a_pendulum_is_that_of_its_clipped_torque():
     """The largest torque is 2. Actions are kept as they were drawn."""
-    seen = recorded(PENDULUM, one_run).seen
+    seen = recorded("Pendulum-v1").seen
     assert np.abs(seen.action).max() > 1
     cosine, sine, speed = np.moveaxis(seen.obs, -1, 0)
     torque = 2 * seen.action[..., 0].clip(-1, 1)
@@ -145,7 +145,7 @@ def place_of_each_transition(record):
 
 def test_advantages_are_sums_of_td_errors_up_to_the_end_of_the_episode_or_of_the_steps(ends):
     """gamma is 0.8, lambda is 0.6. A sum has at most seven terms."""
-    record, expected = recorded(), np.zeros((168, 6))
+    record, expected = recorded("the pole"), np.zeros((168, 6))
     seen = record.seen
     td_error = seen.reward + 0.8 * seen.next_value - seen.value
     for t, i in np.ndindex(168, 6):
@@ -160,7 +160,7 @@ def test_advantages_are_sums_of_td_errors_up_to_the_end_of_the_episode_or_of_the
 
 
 def test_an_epoch_has_each_transition_of_its_iteration_once_in_an_order_of_its_own():
-    record = recorded()
+    record = recorded("the pole")
     places = np.reshape(place_of_each_transition(record), (48, 42))  # of each epoch
     for i, epoch in enumerate(places):
         equal(np.sort(epoch), i // 2 * 42 + np.arange(42))
@@ -178,7 +178,7 @@ def ratios(update):
 
 def test_the_first_minibatch_of_an_iteration_is_learned_with_the_policy_that_played():
     """Its ratios are 1, so nothing is clipped. Later ones have others."""
-    updates = recorded().updates
+    updates = recorded("the pole").updates
     for update in updates[::6]:
         _, metrics = update.out
         close(ratios(update), 1)
@@ -207,10 +207,10 @@ def expected_loss(params, batch, advantage):
     return -gain.mean() + (errors**2).mean() / 2 - 0.3 * entropy
 
 
-@pytest.mark.parametrize(("flags", "run_of"), [(FLAGS, pole_run), (PENDULUM, one_run)])
-def test_each_update_is_an_adam_step_along_the_gradient_of_the_expected_loss(flags, run_of):
+@pytest.mark.parametrize("env", ENVS)
+def test_each_update_is_an_adam_step_along_the_gradient_of_the_expected_loss(env):
     """By all parameters. Its size falls to 0 in the 23 * 6 updates that were asked for."""
-    record = recorded(flags, run_of)
+    record = recorded(env)
     loss_and_slope = jax.jit(jax.value_and_grad(expected_loss))
     adam = optax.adam(lambda count: 0.005 * jnp.maximum(0, 1 - count / 138))
     moments, update_of = adam.init(record.after[0]), jax.jit(adam.update)
@@ -262,9 +262,9 @@ def entropies(update):
     return -np.sum(p * np.log(p), axis=1)
 
 
-@pytest.mark.parametrize(("flags", "run_of"), [(FLAGS, pole_run), (PENDULUM, one_run)])
-def test_a_progress_line_shows_means_over_all_minibatches(flags, run_of):
-    record = recorded(flags, run_of)
+@pytest.mark.parametrize("env", ENVS)
+def test_a_progress_line_shows_means_over_all_minibatches(env):
+    record = recorded(env)
     for line, updates in zip(record.lines, halves(record.updates), strict=True):
         ratio = np.array([ratios(update) for update in updates])
         close(line["approx_kl"], np.mean(ratio - 1 - np.log(ratio)), atol=1e-5)
@@ -274,9 +274,9 @@ def test_a_progress_line_shows_means_over_all_minibatches(flags, run_of):
 
 
 def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended():
-    seen, total = recorded().seen, np.zeros(6)
+    seen, total = recorded("the pole").seen, np.zeros(6)
     steps = [*zip(seen.reward, seen.ended, strict=True)]
-    for line, half in zip(recorded().lines, halves(steps), strict=True):
+    for line, half in zip(recorded("the pole").lines, halves(steps), strict=True):
         returns = []
         for reward, ended in half:
             total += reward
