@@ -333,8 +333,8 @@ def main(argv=None):
     hardware = f"{len(devices)} x {devices[0].device_kind}"
     seconds = time.perf_counter() - began
     print(f"runs: {num_runs}  devices: {hardware}  compiled in {seconds:.1f} s")
-    several = f"lowest to highest mean of {len(settings)} settings:"
-    print("means over all runs:" if len(settings) == 1 else several, flush=True)
+    means = "means over all runs" if len(settings) == 1 else "lowest to highest mean of a setting"
+    print(f"{means} (episode_steps: over all episodes)", flush=True)
 
     history = []
     began = time.perf_counter()
