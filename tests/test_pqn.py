@@ -27,7 +27,7 @@ BOUNDS = [0.6, 1, np.deg2rad(24), 1]  # of the pole's observations; its speeds h
 # 930 steps are 23 iterations, which are rounded up to two intervals of 12. Most actions are random,
 # so that some poles stand until the time limit.
 FLAGS = "--num-envs 6 --num-steps 7 --update-epochs 2 --num-minibatches 3 --hidden-size 8"
-FLAGS += " --total-timesteps 930 --num-intervals 2 --learning-rate 0.01 --gamma 0.8"
+FLAGS += " --total-timesteps 930 --num-intervals 2 --learning-rate 0.02 --gamma 0.8"
 FLAGS += " --q-lambda 0.6 --epsilon 0.9"
 
 
@@ -46,7 +46,7 @@ def forward(params, obs, bounds=BOUNDS):
 def random_params(seed, like):
     """Biases of new layers are 0."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda array: jnp.float32(rng.normal(size=array.shape)), like)
+    return jax.tree.map(lambda array: jnp.float32(rng.normal(size=array.shape) / 2), like)
 
 
 @pytest.fixture(scope="module")
@@ -148,14 +148,14 @@ def expected_loss(params, batch, targets):
 def test_each_update_is_a_step_of_radam_along_the_clipped_gradient_of_the_loss(learning):
     """By all parameters. The longest gradient is 1. The rate falls to 0 in the 23 * 6 updates."""
     loss_and_slope = jax.jit(jax.value_and_grad(expected_loss))
-    radam = optax.radam(lambda count: 0.01 * jnp.maximum(0, 1 - count / 138))
+    radam = optax.radam(lambda count: 0.02 * jnp.maximum(0, 1 - count / 138))
     moments, update_of = radam.init(learning.after[0]), jax.jit(radam.update)
     norms = []
     for update, params in zip(learning.updates, learning.after, strict=True):
         loss, gradient = loss_and_slope(update.params, update.batch, update.targets)
         close(update.out[0], loss)
         norms.append(np.sqrt(sum(np.sum(array**2) for array in jax.tree.leaves(gradient))))
-        clipped = jax.tree.map(lambda array: array / max(1, norms[-1]), gradient)  # noqa: B023
+        clipped = jax.tree.map(lambda array: array / max(1, norms[-1]), gradient)
         step, moments = update_of(clipped, moments)
         jax.tree.map(partial(close, atol=2e-5), params, jax.tree.map(np.add, update.params, step))
     assert min(norms) < 1 < max(norms)
@@ -168,7 +168,7 @@ def test_a_progress_line_shows_mean_errors_and_values_of_all_minibatches(learnin
         values = np.take_along_axis(q, actions[..., None], axis=2)[..., 0]
         close(line["q_value"], np.mean(values))
         errors = [update.targets for update in updates] - values
-        close(line["td_error"], np.mean(np.abs(errors)))
+        close(line["error"], np.mean(np.abs(errors)))
 
 
 def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learning):
@@ -204,14 +204,14 @@ def test_without_exploration_each_action_has_the_highest_value_in_its_observatio
     state = pqn.init_state(run)
     state = state._replace(params=random_params(1, state.params))
     best = np.argmax(forward(state.params, np.asarray(state.obs), bounds=1), axis=1)
-    assert set(best) == {0, 1, 2}
+    assert len(np.unique(best)) > 1
     equal(actions_of(state, run), best)
 
 
-# The upper bounds of observations, where they have any.
+# The bounds of observations, where they have any: the larger of both.
 SPACES = [
     ("CartPole-v1", (4,), [4.8, 1, np.deg2rad(24), 1]),
-    ("MountainCar-v0", (2,), [0.6, 0.07]),
+    ("MountainCar-v0", (2,), [1.2, 0.07]),
     ("Pong-misc", (30, 40, 3), 2),  # a picture
     ("FrozenLake-misc", (), 1),  # the number of a field
 ]
