@@ -3,8 +3,9 @@
 environments.py has the environments in which they run.
 
 The tests never draw random numbers for a script. They watch what the script drew, and compute what
-must follow from it. Bounds on frequencies are at least five standard deviations wide, so that a
-test also passes after a change of the keys, or of the order in which they are split.
+must follow from it. Bounds on frequencies are at least five standard deviations wide, and a p-value
+must exceed RARE, so that a test also passes after a change of the keys, or of the order in which
+they are split.
 """
 
 import importlib
@@ -21,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "tests" / "recipes"
 PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
-NETWORKS = []  # scripts of tests/recipes/
+PPO, PQN, DQN = "ppo.py", "pqn.py", "dqn.py"
+NETWORKS = []  # those of these three that exist, in tests/recipes/
 LEARNERS = [*TRIO, GRID, REINFORCE, *NETWORKS]
 SCRIPTS = [*LEARNERS, CAR]
 
@@ -32,6 +34,9 @@ FRACTIONS = {
     DECAY: ["--gamma", "--start-e", "--end-e", "--epsilon-decay", "--tau"],
     GRID: ["--learning-rate", "--gamma", "--epsilon"],
     REINFORCE: ["--gamma"],
+    PPO: ["--gamma", "--gae-lambda"],
+    PQN: ["--gamma", "--q-lambda", "--epsilon"],
+    DQN: ["--gamma", "--start-e", "--end-e", "--epsilon-decay", "--tau"],
 }
 POSITIVE = {
     PARALLEL: ["--learning-rate", "--sigma"],
@@ -39,7 +44,12 @@ POSITIVE = {
     DECAY: ["--learning-rate", "--sigma"],
     GRID: [],
     REINFORCE: ["--learning-rate"],
+    PPO: ["--learning-rate", "--clip-coef"],
+    PQN: ["--learning-rate"],
+    DQN: ["--learning-rate"],
 }
+
+RARE = 5e-7  # how probable it is to be five standard deviations off
 
 sys.path[:0] = [str(ROOT), str(RECIPES)]
 os.environ["JAX_NUM_CPU_DEVICES"] = "4"
@@ -139,7 +149,13 @@ def halves(records):
 
 
 def assert_independent(one, other, probabilities):
-    """Two arrays of actions agree as often as independent draws: the sum of p^2."""
-    expected, size = np.sum(np.square(probabilities)), np.size(one)
+    """Two arrays of actions agree as often as independent draws: the sum of p^2.
+
+    They may be the same actions, moved by some steps. Then an action stands in two pairs, and two
+    such pairs agree with a probability of the sum of p^3.
+    """
+    p = np.array(probabilities)
+    expected, both = np.sum(p**2), np.sum(p**3)
+    variance = expected * (1 - expected) + 2 * (both - expected**2)
     agreement = np.mean(np.asarray(one) == np.asarray(other))
-    assert abs(agreement - expected) < 5 * np.sqrt(expected * (1 - expected) / size)
+    assert abs(agreement - expected) < 5 * np.sqrt(variance / np.size(one))

@@ -28,40 +28,43 @@ SIZES = np.array([64.0, 49.0, 85.0])  # of the seeds: the mean is 66, the median
 LINES = 4
 NAP = 0.02  # seconds that each run sleeps in each interval
 MAINS = [PARALLEL, GRID, REINFORCE]  # the car, which learns nothing, has tests of its own
-FLAGS = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.9921875 --num-seeds 3 --seed 7"
-FLAGS += f" --num-intervals {LINES}"
+SWEEP = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.9921875 --num-seeds 3 --seed 7"
+SWEEP += f" --num-intervals {LINES}"
 STEPS = " --total-timesteps 1e9"  # 250,000,000 in each of four intervals
-FLAGS_OF = {PARALLEL: FLAGS + STEPS, GRID: FLAGS + STEPS, REINFORCE: FLAGS}
+FLAGS = {PARALLEL: SWEEP + STEPS, GRID: SWEEP + STEPS, REINFORCE: SWEEP}
 
 # What is known of the 45 runs, (45,) each: seeds change fastest, then gamma.
-rate = np.repeat(RATES, 5 * 3)
-gamma = np.tile(np.repeat(GAMMAS, 3), 3)
-seed = np.tile(SEEDS, 15)
-size = np.tile(SIZES, 15)
-labels = np.repeat([f"learning_rate {x}, gamma {y}" for x in RATES for y in GAMMAS], 3).tolist()
-settings = np.arange(45).reshape(15, 3)  # the runs of each
+RUNS = SimpleNamespace(
+    rate=np.repeat(RATES, 5 * 3),
+    gamma=np.tile(np.repeat(GAMMAS, 3), 3),
+    seed=np.tile(SEEDS, 15),
+    size=np.tile(SIZES, 15),
+)
+SETTINGS = np.arange(45).reshape(15, 3)  # the runs of each
+LABELS = [f"learning_rate {rate}, gamma {gamma}" for rate in RATES for gamma in GAMMAS]
 
 
 def value_after(lines):
     """The toy's value: the size of the seed, and the learning rate for each interval."""
-    return size + lines * rate
+    return RUNS.size + lines * RUNS.rate
 
 
 def steps_after(name, lines):
     """The steps of each run. Only REINFORCE's differ. Their sum needs more than 32 bits."""
     if name == REINFORCE:
-        return lines * (2**27 + 2**20 * seed + 2**24 * rate + 1)
+        return lines * (2**27 + 2**20 * RUNS.seed + 2**24 * RUNS.rate + 1)
     return np.full(45, lines * 250_000_000)
 
 
 def episodes_in(line):
     """The toy's episodes: 1 to 5 of each run; in line 1, none of seed 7, in 2, none of gamma 1."""
-    return np.where((line == 1) & (seed == 7) | (line == 2) & (gamma == 1), 0, seed - 8 + line)
+    none = (line == 1) & (RUNS.seed == 7) | (line == 2) & (RUNS.gamma == 1)
+    return np.where(none, 0, RUNS.seed - 8 + line)
 
 
 def returns_in(line):
     """The toy's mean returns of a run, from -244 to 1,240; nan if no episode ended."""
-    return np.where(episodes_in(line) == 0, np.nan, 20 * value_after(line) * gamma - 500)
+    return np.where(episodes_in(line) == 0, np.nan, 20 * value_after(line) * RUNS.gamma - 500)
 
 
 class State(NamedTuple):
@@ -138,7 +141,7 @@ def toy(request, tmp_path_factory):
         script, began = with_toy(patch, name, **functions), time.perf_counter()
         patch.setattr(script, "AT_ONCE", 5)  # of 12 runs on a device
         with contextlib.redirect_stdout(file):
-            results = script.main(FLAGS_OF[name].split())
+            results = script.main(FLAGS[name].split())
         seconds = time.perf_counter() - began
     text = printed.read_text().splitlines()
     return SimpleNamespace(
@@ -163,11 +166,11 @@ def numbers_after(name, text):
 
 def test_all_combinations_of_swept_values_run_with_all_seeds(toy):
     runs = toy.results["runs"]
-    equal(runs["learning_rate"], rate)
-    equal(runs["gamma"], gamma)
-    equal(runs["seed"], seed)
-    assert runs["setting"].tolist() == labels
-    assert [text.split(": ")[0] for text in toy.reports] == labels[::3]
+    equal(runs["learning_rate"], RUNS.rate)
+    equal(runs["gamma"], RUNS.gamma)
+    equal(runs["seed"], RUNS.seed)
+    assert runs["setting"].tolist() == np.repeat(LABELS, 3).tolist()
+    assert [text.split(": ")[0] for text in toy.reports] == LABELS
 
 
 def test_each_run_learns_with_its_own_flags(toy):
@@ -195,7 +198,7 @@ def assert_range(name, line, means):
 def test_a_line_shows_the_lowest_and_the_highest_mean_of_a_setting(toy):
     assert "15 settings" in toy.second_line
     for i, line in enumerate(toy.lines, start=1):
-        assert_range("value", line, value_after(i)[settings].mean(axis=1))
+        assert_range("value", line, value_after(i)[SETTINGS].mean(axis=1))
         assert numbers_after("constant", line) == [2.5]  # equal in all settings: one number
 
 
@@ -206,8 +209,8 @@ def test_a_return_is_a_mean_over_all_episodes_of_the_runs_of_a_setting(toy):
     In the second line, three settings have no episode at all: there, nan is the highest.
     """
     for i, line in enumerate(toy.lines, start=1):
-        number = episodes_in(i)[settings]
-        total = np.nansum(returns_in(i)[settings] * number, axis=1)
+        number = episodes_in(i)[SETTINGS]
+        total = np.nansum(returns_in(i)[SETTINGS] * number, axis=1)
         with np.errstate(invalid="ignore"):  # 0 / 0
             assert_range("returns", line, total / number.sum(axis=1))
         assert np.isnan(numbers_after("returns", line)[1]) == (i == 2)
@@ -218,7 +221,7 @@ def test_the_grid_world_shows_the_steps_of_all_episodes_divided_by_their_number(
     for i, line in enumerate(toy.lines, start=1):
         steps, number = value_after(i) ** 2, episodes_in(i)
         with np.errstate(divide="ignore"):
-            ratio = steps[settings].sum(axis=1) / number[settings].sum(axis=1)
+            ratio = steps[SETTINGS].sum(axis=1) / number[SETTINGS].sum(axis=1)
         assert_range("episode_steps", line, np.where(np.isfinite(ratio), ratio, np.nan))
 
 
@@ -226,7 +229,7 @@ def test_a_line_shows_the_steps_of_a_run_and_those_of_all_runs_per_second(toy):
     for i, line in enumerate(toy.lines, start=1):
         steps = steps_after(toy.name, i)
         if toy.name == REINFORCE:
-            assert_range("step", line, steps[settings].mean(axis=1))
+            assert_range("step", line, steps[SETTINGS].mean(axis=1))
         else:
             assert numbers_after("step", line) == [steps[0]]
         speed = int(line.split("  ")[-1].split()[0].replace(",", ""))
@@ -364,7 +367,7 @@ def draw_toy(monkeypatch, flags):
 def figure():
     """For each setting three thin lines, of its runs, and then a bold one, the median."""
     with pytest.MonkeyPatch.context() as patch:
-        return draw_toy(patch, FLAGS)
+        return draw_toy(patch, SWEEP)
 
 
 def test_a_picture_shows_each_run_and_the_median_of_each_setting(figure):
@@ -372,7 +375,7 @@ def test_a_picture_shows_each_run_and_the_median_of_each_setting(figure):
     x = np.array([steps_after(REINFORCE, k) for k in range(1, LINES + 1)])  # (lines, 45)
     y = np.array([returns_in(k) for k in range(1, LINES + 1)])
     lines = iter(figure.axes[0].lines)
-    for runs in settings:
+    for runs in SETTINGS:
         expected = [(x[:, run], y[:, run]) for run in runs]
         expected.append((np.median(x[:, runs], axis=1), np.nanmedian(y[:, runs], axis=1)))
         for own_x, own_y in expected:
@@ -392,7 +395,7 @@ def test_a_picture_shows_runs_thin_and_in_the_color_of_their_bold_median(figure)
 
 def test_a_legend_names_the_settings_beside_their_colors(figure):
     [legend], bold = figure.legends, figure.axes[0].lines[3::4]
-    assert [text.get_text() for text in legend.texts] == [f"median, {x}" for x in labels[::3]]
+    assert [text.get_text() for text in legend.texts] == [f"median, {x}" for x in LABELS]
     assert [line.get_color() for line in legend.get_lines()] == [x.get_color() for x in bold]
 
 

@@ -7,9 +7,10 @@ import re
 
 import gymnasium
 import pytest
-from conftest import DECAY, PARALLEL, REINFORCE, REPLAY, ROOT, SCRIPTS, load
+from conftest import CAR, DECAY, NETWORKS, PARALLEL, REINFORCE, REPLAY, ROOT, SCRIPTS, load, path_of
 
 README = (ROOT / "README.md").read_text()
+TOP = [script for script in SCRIPTS if script not in NETWORKS]
 COMMANDS = re.findall(r"^python (\w+\.py)((?:\\\n|[^$\n])*)$", README, re.MULTILINE)  # no variables
 
 
@@ -25,9 +26,18 @@ def test_commands_are_accepted(monkeypatch, tmp_path):
 
 
 def test_the_table_has_the_length_of_each_script():
-    for script in SCRIPTS:
-        length = len((ROOT / script).read_text().splitlines())
-        assert re.search(rf"^\| \[`{script}`.* / {length} \|$", README, re.MULTILINE)
+    """Of a learner, also the lines of the algorithm: from its comment to the function `report`."""
+    wrong = []
+    for script in TOP:
+        text = path_of(script).read_text()
+        lengths = f"/ {len(text.splitlines())} |"
+        if script != CAR:
+            algorithm = text[text.index("# The algorithm") : text.index("def report")]
+            lengths = f"{len(algorithm.splitlines())} {lengths}"
+        [row] = [row for row in README.splitlines() if row.startswith(f"| [`{script}`]")]
+        if not row.endswith(f" {lengths}"):
+            wrong.append(f"{script}: {lengths}")
+    assert not wrong
 
 
 def assert_solved(results):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import DECAY, PARALLEL, REPLAY, TRIO, halves, jit, load, one_run, train, watch
+from conftest import DECAY, PARALLEL, RARE, REPLAY, TRIO, halves, jit, load, one_run, train, watch
 from environments import (
     LIMIT,
     Noise,
@@ -202,7 +202,7 @@ def test_weights_start_at_0_and_centers_are_spread_over_a_cube_in_each_run_in_an
         assert not state.weights.any() and not getattr(state, "target_weights", state.weights).any()
     centers = np.concatenate([state.centers for state in states])  # (2 * 4, 500)
     for coordinates in centers:
-        assert kstest(coordinates, "uniform", args=(-1, 2)).pvalue > 1e-6
+        assert kstest(coordinates, "uniform", args=(-1, 2)).pvalue > RARE
     assert -1 <= centers.min() < -0.99 and 0.99 < centers.max() <= 1
     assert np.all(np.abs(np.corrcoef(centers) - np.eye(8)) < 5 / np.sqrt(500))
 
@@ -258,7 +258,7 @@ def test_each_update_of_each_run_draws_another_batch_from_all_places(name, monke
     jax.effects_barrier()
     places = [update.batch.obs[:, 0] / size for update in updates]
     for drawn in places:
-        assert kstest(drawn, "uniform").pvalue > 1e-6
+        assert kstest(drawn, "uniform").pvalue > RARE
     assert np.all(np.abs(np.corrcoef(places) - np.eye(4)) < 5 / np.sqrt(5000))
 
 
