@@ -1,4 +1,4 @@
-"""Each recipe runs on every script that its head names, and does what it promises.
+"""Each recipe changes every script that its head names, and does what it promises.
 
 What those for the grid world promise is in test_grid_recipes.py.
 """
@@ -25,9 +25,8 @@ import numpy as np
 import optax
 import pytest
 import test_probes
-from conftest import GRID, REINFORCE, ROOT, TRIO, jit, load, one_run, train, watch
-from environments import Noise, pole_run, step_in_gymnasium
-from test_reinforce_parallel import forward
+from conftest import DECAY, GRID, LEARNERS, PARALLEL, REINFORCE, REPLAY, ROOT, jit, one_run, watch
+from environments import Noise
 from test_td import features
 
 RECIPES = ROOT / "tests" / "recipes"
@@ -51,12 +50,34 @@ def scripts_of(recipe):
 
 PATCHES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 SINGLE = [(script, recipe) for recipe in PATCHES for script in scripts_of(recipe)]
-COMBINATIONS = []  # (script, recipe, recipe) in the rows of the index. Others are not promised.
-INDEX = (RECIPES / "README.md").read_text().replace("| grid world |", f"| `{GRID}` |")
-for script, first, second in re.findall(r"^\| `(.+?)` \| (`.+?), then (.+?) \|", INDEX, re.M):
-    pairs = itertools.product(re.findall(r"\w+(?=`)", first), re.findall(r"\w+(?=`)", second))
-    COMBINATIONS += [(script, *pair) for pair in pairs]
-PAIRED = {(script in TRIO, recipe) for script, *pair in COMBINATIONS for recipe in pair}
+PAIRS = set()  # (script, recipe, recipe) in the table of the page, in both orders
+PAGE = (RECIPES / "README.md").read_text()
+for scripts, *cells in re.findall(r"^\| (`\w+\.py`.*) \| (`.+) \| (`.+) \|$", PAGE, re.M):
+    for script in re.findall(r"\w+\.py", scripts):
+        for pair in itertools.product(*(re.findall(r"`(\w+)`", cell) for cell in cells)):
+            PAIRS |= {(script, *pair), (script, *reversed(pair))}
+
+# Together, they start each recipe in each script, and one pair of each kind.
+STARTED = [
+    (GRID, "slippery_moves", "cliff", "resume"),
+    (GRID, "sarsa", "cliff"),
+    (GRID, "expected_sarsa"),
+    (GRID, "monte_carlo"),
+    (GRID, "eligibility_traces"),
+    (GRID, "dyna_q"),
+    (PARALLEL, "tile_coding", "semi_gradient_sarsa", "n_step_returns", "greedy_returns"),
+    (PARALLEL, "full_gradient", "logger", "resume"),
+    (REPLAY, "double_q_learning", "greedy_returns", "logger", "resume"),
+    (DECAY, "double_q_learning", "greedy_returns", "logger", "resume"),
+    (REINFORCE, "resume"),
+]
+
+
+def apply(recipe, script, folder):
+    """Change a script in a folder, as the page says. Return what git complains about."""
+    diff = (RECIPES / f"{recipe}.patch").read_text().replace(scripts_of(recipe)[0], script)
+    command = ["git", "apply", "-"]
+    return subprocess.run(command, cwd=folder, input=diff, capture_output=True, text=True).stderr
 
 
 @cache
@@ -66,17 +87,25 @@ def changed(*recipes, script=None):
     copy = Path(tempfile.mkdtemp(dir=FOLDER.name)) / script
     shutil.copy(ROOT / script, copy)
     for recipe in recipes:
-        patch = RECIPES / f"{recipe}.patch"
-        first = script == scripts_of(recipe)[0]
-        command = ["git", "apply", "--verbose", patch] if first else ["patch", "-F0", script, patch]
-        process = subprocess.run(command, cwd=copy.parent, capture_output=True, text=True)
-        if process.returncode:
-            pytest.fail(f"{recipe}, {script}:\n{process.stderr}{process.stdout}", pytrace=False)
+        if complaint := apply(recipe, script, copy.parent):
+            pytest.fail(f"{recipe}, {script}:\n{complaint}", pytrace=False)
     spec = importlib.util.spec_from_file_location("_".join([*recipes, copy.stem]), copy)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.COMPILER_OPTIONS = {}  # compiles faster
     return module
+
+
+@pytest.mark.parametrize("script", LEARNERS)
+def test_two_recipes_apply_together_if_and_only_if_the_page_says_so(script, tmp_path):
+    together = set()
+    recipes = [recipe for name, recipe in SINGLE if name == script]
+    for first, second in itertools.permutations(recipes, 2):
+        shutil.copy(ROOT / script, tmp_path)
+        assert apply(first, script, tmp_path) == ""
+        if apply(second, script, tmp_path) == "":
+            together.add((script, first, second))
+    assert together == {pair for pair in PAIRS if pair[0] == script}
 
 
 def names_read(code):
@@ -85,16 +114,25 @@ def names_read(code):
     return names.union(*(names_read(x) for x in code.co_consts if hasattr(x, "co_consts")))
 
 
-@pytest.mark.parametrize("names", [*SINGLE, *COMBINATIONS], ids=" ".join)
-def test_a_changed_script_runs(names, monkeypatch, tmp_path):
+@pytest.mark.parametrize("names", [*SINGLE, *sorted(PAIRS)], ids=" ".join)
+def test_a_changed_script_has_all_names_that_it_reads(names):
     script, *recipes = names
     module = changed(*recipes, script=script)
     code = compile(Path(module.__file__).read_text(), script, "exec")
-    assert names_read(code) <= {*vars(module), *vars(builtins)}  # also where nothing runs below
+    assert names_read(code) <= {*vars(module), *vars(builtins)}
+
+
+def test_each_recipe_is_started_in_each_script():
+    started = {(script, recipe) for script, *recipes in STARTED for recipe in recipes}
+    assert started == set(SINGLE)
+
+
+@pytest.mark.parametrize("names", STARTED, ids=" ".join)
+def test_a_changed_script_runs(names, monkeypatch, tmp_path):
+    script, *recipes = names
+    module = changed(*recipes, script=script)
     with pytest.raises(SystemExit, match="0"):
         module.main(["--help"])
-    if (script in TRIO, *recipes) in PAIRED:
-        return  # it runs below beside another recipe, in this script or one with the same `main`
     monkeypatch.setattr(gymnax, "make", lambda _: (Noise(), Noise.default_params))
     monkeypatch.chdir(tmp_path)
     flags = f"{FLAGS.get(script, TD)} --save x.npz"
@@ -182,48 +220,6 @@ def test_semi_gradient_sarsa_learns_the_value_of_the_action_that_is_taken_next(m
     np.testing.assert_allclose(loss.targets, expected, rtol=1e-5)
 
 
-def test_an_actor_critic_learns_from_td_errors_of_one_step(monkeypatch):
-    script, rate = changed("actor_critic"), 0.1
-    monkeypatch.setattr(script, "optimizer", lambda run: optax.sgd(rate))
-    run = pole_run(script, "--num-iterations 30 --num-intervals 1 --value-factor 2", gamma=0.8)
-    losses, num_fell = watch(monkeypatch, script, "actor_critic_loss"), 0
-    train(script, run, script.init_state(run))
-    for loss, after in itertools.pairwise(losses):
-        values = forward(loss.params["value"], loss.obs)[:, 0]
-        for i, action in enumerate(loss.action):
-            next_obs, fell = step_in_gymnasium(loss.obs[i], action)
-            next_value = 0 if fell else forward(loss.params["value"], next_obs)[0]
-            expected = 2 - 3 * action + 0.8 * next_value - values[i]  # also at the time limit
-            assert loss.td_errors[i] == pytest.approx(expected, rel=1e-3, abs=1e-4)
-            num_fell += fell
-        # The derivative of v by its last bias is 1. That of log pi is 1 - pi for the action taken.
-        v1, v0 = after.params["value"]["b1"], loss.params["value"]["b1"]
-        assert v1 - v0 == pytest.approx(2 * rate * loss.td_errors.mean(), rel=1e-3, abs=1e-4)
-        pi = jax.nn.softmax(forward(loss.params, loss.obs))
-        expected = rate * np.mean(loss.td_errors[:, None] * (np.eye(2)[loss.action] - pi), axis=0)
-        change = after.params["b1"] - loss.params["b1"]
-        np.testing.assert_allclose(change, expected, rtol=1e-2, atol=1e-5)
-    assert num_fell > 5
-
-
-@pytest.mark.parametrize("probe", [test_probes.Light, test_probes.Endless])
-def test_an_actor_critic_finds_the_values_of(probe):
-    test_probes.criticize(changed("actor_critic"), probe)
-
-
-def test_a_deep_q_network_learns_from_the_values_of_the_averaged_one(monkeypatch):
-    script, flags = changed("dqn"), "--hidden-size 5"
-    weights = script.init_state(one_run(script, flags)).weights
-    averaged = {name: 2 * array + i for i, (name, array) in enumerate(weights.items())}
-    loss, _, _ = update(script, flags, monkeypatch, "td_loss", target_weights=averaged)
-    hidden = loss.batch.next_obs / [2.4, 3.0, 0.2, 3.0]  # (B, D)
-    for i in range(2):
-        hidden = hidden @ averaged[f"w{i}"] + averaged[f"b{i}"]  # (B, H)
-        hidden = hidden / (1 + np.exp(-hidden))
-    best = np.max(hidden @ averaged["w2"] + averaged["b2"], axis=1)
-    np.testing.assert_allclose(loss.targets, 1 + 0.8 * best, rtol=1e-4)
-
-
 def test_the_last_greedy_returns_are_those_of_the_evaluation():
     results = changed("greedy_returns").main(f"{TD} --num-seeds 3".split())
     last = results["curves"]["greedy_return"][-1]
@@ -231,10 +227,12 @@ def test_the_last_greedy_returns_are_those_of_the_evaluation():
 
 
 def test_the_logger_gets_means_of_each_setting():
+    LOGGED.clear()
     flags = f"{TD} --num-intervals 1 --epsilon 0.1 1 --num-seeds 3"
-    returns = changed("logger").main(flags.split())["curves"]["returns"]
-    assert {"returns, epsilon 0.1": pytest.approx(returns[0, :3].mean())} in LOGGED
-    assert {"returns, epsilon 1.0": pytest.approx(returns[0, 3:].mean())} in LOGGED
+    q_values = changed("logger").main(flags.split())["curves"]["q_value"]
+    few, many = LOGGED
+    assert few["q_value, epsilon 0.1"] == pytest.approx(q_values[0, :3].mean())
+    assert many["q_value, epsilon 1.0"] == pytest.approx(q_values[0, 3:].mean())
 
 
 def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(tmp_path, monkeypatch):
@@ -247,55 +245,24 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(tmp_path, mo
         stop = Mock(side_effect=[None, None, None, KeyboardInterrupt])  # by the line of step 320
         patch.setattr(script, "print", stop, raising=False)
         script.main(f"{flags}stopped.npz --num-intervals 4".split())
-    shutil.copy(tmp_path / "stopped.npz", tmp_path / "other.npz")  # after 160 steps
     resumed = script.main(f"{flags}stopped.npz --num-intervals 4".split())
     resumed["curves"]["seconds"] = whole["curves"]["seconds"]
     for part in "learned", "curves":
         jax.tree.map(np.testing.assert_array_equal, resumed[part], whole[part])
-    other = script.main(f"{flags}other.npz --num-intervals 8".split())
-    assert other["curves"]["timesteps"][:, 0].tolist() == [160, *range(240, 641, 80)]
-    jax.tree.map(np.testing.assert_array_equal, other["learned"], whole["learned"])
 
 
-def test_ppo_with_one_epoch_is_reinforce():
-    learned = []
-    for script, flags in (load(REINFORCE), ""), (changed("ppo"), "--update-epochs 1"):
-        run = one_run(script, f"--num-intervals 1 --num-envs 4 --num-iterations 3 {flags}")
-        state, _ = train(script, run, script.init_state(run))
-        learned.append(state.params)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), *learned)
+def test_resume_refuses_the_state_of_a_command_with_other_flags(tmp_path, monkeypatch):
+    monkeypatch.setattr(gymnax, "make", lambda _: (Noise(), Noise.default_params))
+    monkeypatch.chdir(tmp_path)
+    script, flags = changed("resume"), f"{TD} --resume state.npz"
+    script.main(flags.split())
+    with pytest.raises(SystemExit, match="other flags"):
+        script.main(f"{flags} --total-timesteps 1280".split())
 
 
-# Two actions of equal probability, 1 / 2. The derivative of the log of the first one is 1 / 2.
-CASES = [(1.1, 3.0, -1.65), (1.3, 3.0, 0), (1.3, -3.0, 1.95), (0.7, -3.0, 0), (0.7, 3.0, -1.05)]
-
-
-@pytest.mark.parametrize("ratio, advantage, expected", CASES)
-def test_ppo_has_no_gradient_beyond_the_bounds_to_the_good_side(ratio, advantage, expected):
-    script, one = changed("ppo"), jnp.zeros((1, 1))
-    params = {"w0": one, "b0": jnp.zeros(1), "w1": jnp.zeros((1, 2)), "b1": jnp.zeros(2)}
-    steps = script.Step(one[None], one.astype(int), one, one == 0, None)
-    old = one + jnp.log(0.5 / ratio)
-    loss = partial(script.policy_loss, one_run(script, clip_coef=0.2))
-    gradient = jax.grad(loss)(params, steps, one + advantage, old)["b1"]
-    np.testing.assert_allclose(gradient, [expected, -expected], rtol=1e-5)
-
-
-def test_reinforce_with_a_baseline_and_entropy_finds_a_softmax_and_its_value():
-    """The best policy for rewards of -1, 0 and 1, plus its entropy, is a softmax of the rewards.
-
-    The probe ends after one of ten steps, so nine are padding.
-    """
-    script, env = changed("baseline_and_entropy"), test_probes.Choice()
-    flags = "--num-intervals 1 --num-envs 100 --num-iterations 100 --learning-rate 0.1"
-    run = one_run(script, flags, env=env, env_params=env.default_params, ent_coef=1.0)
-    state, _ = jit(script.train_interval, run)(script.init_state(run))
-    policy = jax.nn.softmax(script.network(state.params, jnp.zeros(1)))
-    rewards = np.array([-1, 0, 1])
-    expected = np.exp(rewards) / np.exp(rewards).sum()
-    np.testing.assert_allclose(policy, expected, atol=0.05)
-    value = script.value(state.params, jnp.zeros(1))
-    np.testing.assert_allclose(value, expected @ rewards, atol=0.1)
+def test_resume_refuses_to_save_the_results_where_the_state_is():
+    with pytest.raises(SystemExit, match="2"):
+        changed("resume").parse_args("--resume x.npz --save x.npz".split())
 
 
 def test_a_learner_learns_an_environment_of_ones_own(monkeypatch, tmp_path):

@@ -1,15 +1,17 @@
 """Measure what README.md and the pages beside this file say.
 
-    python tests/benchmark/benchmark.py seconds ablations    # or other sections
+    python tests/benchmark/benchmark.py lesson_cartpole    # one table
+    python tests/benchmark/benchmark.py lesson learning    # all tables whose names begin so
+    python tests/benchmark/benchmark.py recipes            # the numbers in the heads of recipes
 
-The sections are `lesson`, `learning`, `ablations`, `tasks`, `seconds` and `recipes`. On two cores,
-`lesson` takes about an hour, `learning` one and a half, `tasks` one, and the others half of one or
-less. A section replaces its table in the page that has its mark, up to the line that says when it
-was measured. What stands around it is written by hand: read it again after a section has run.
+--help lists the sections. Each replaces its table in the page that has its mark, and the line that
+says when and where it was measured, so a table is of one machine. What stands around it is written
+by hand: read it again after a section has run. On two cores, the two tables of `lesson` take about
+an hour together, those of `learning` two, those of `tasks` two, and the others half of one or less.
 """
 
 import argparse
-import itertools
+import json
 import os
 import platform
 import re
@@ -18,8 +20,10 @@ import sys
 import tempfile
 import time
 from datetime import date
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +34,10 @@ PICTURES, RECIPES = ROOT / ".pictures", ROOT / "tests" / "recipes"
 PAGES = [Path(__file__).with_name(name) for name in ("README.md", "MORE.md")]
 PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
+PPO, PQN, DQN = NETWORKS = ["ppo.py", "pqn.py", "dqn.py"]  # in tests/recipes
 CARTPOLE = [*TRIO, REINFORCE]
 SCRIPTS = [GRID, *CARTPOLE, CAR]
+STORED = Path(__file__).with_name("recipes.json")  # what the commands in heads of recipes printed
 FRESH = "--seed 271000"  # nothing was chosen on these seeds, nor on those from 400000 on
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # the seconds of a command include compiling
 DEVICES = set()  # on which the commands ran
@@ -45,12 +51,17 @@ class Result(NamedTuple):
     saved: dict  # arrays, by name
 
 
+def text_of(script):
+    """Return the text of a script."""
+    return ((RECIPES if script in NETWORKS else ROOT) / script).read_text()
+
+
 def run(script, flags="", text=None, save=True):
     """Run a copy of a script, or another text under its name."""
     print("+", time.strftime("%H:%M:%S"), script, flags, "(changed)" if text else "", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path, saved = Path(folder) / script, Path(folder) / "saved.npz"
-        path.write_text(text or (ROOT / script).read_text())
+        path.write_text(text or text_of(script))
         command = [sys.executable, script, *flags.split()]
         if save:
             command += ["--save", saved.name]
@@ -65,20 +76,22 @@ def run(script, flags="", text=None, save=True):
 
 def patched(script, *recipes):
     """Return the text of a script after recipes of tests/recipes."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / script
-        copy.write_text((ROOT / script).read_text())
-        for recipe in recipes:
-            command = ["patch", "--fuzz=0", copy, RECIPES / f"{recipe}.patch"]
-            process = subprocess.run(command, capture_output=True, text=True)
-            if process.returncode != 0:
-                sys.exit(f"{recipe}.patch no longer applies to {script}:\n{process.stdout}")
-        return copy.read_text()
+    text = text_of(script)
+    for recipe in recipes:
+        patch = RECIPES / f"{recipe}.patch"
+        name = re.search(r"^--- a/(\S+)", patch.read_text(), re.M)[1]  # perhaps of another script
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / name
+            copy.write_text(text)
+            if subprocess.run(["git", "apply", patch], cwd=folder).returncode != 0:
+                sys.exit(f"{recipe}.patch no longer applies to {script}")
+            text = copy.read_text()
+    return text
 
 
 def replaced(script, old, new):
     """Return the text of a script in which `new` takes the place of `old`."""
-    text = (ROOT / script).read_text()
+    text = text_of(script)
     if text.count(old) != 1:
         sys.exit(f"{script} should have this text once, but has it {text.count(old)} times:\n{old}")
     return text.replace(old, new)
@@ -99,6 +112,51 @@ def mean(values, digits=1):
 def greedy_means(result):
     """Mean greedy return of each run (R,)."""
     return result.saved["learned.greedy_return"].mean(axis=1)
+
+
+def policy_of(script, env_id):
+    """Return best_action(params, obs) of a script of tests/recipes."""
+    import gymnax
+    import jax.numpy as jnp
+
+    sys.path.insert(0, str(RECIPES))
+    module = import_module(Path(script).stem)
+    env, env_params = gymnax.make(env_id)
+    run = SimpleNamespace(env=env, env_params=env_params)
+    if script == PPO:
+        return lambda params, obs: module.best_action(params["actor"], obs)
+    return lambda params, obs: jnp.argmax(module.q_values(run, params, obs))
+
+
+def make_player(best_action, env_id, episodes):
+    """Return a function of params (R, ...) and epsilon: the mean returns (R,) of episodes."""
+    import gymnax
+    import jax
+    import jax.numpy as jnp
+
+    env, env_params = gymnax.make(env_id)
+
+    def episode_return(params, key, epsilon):
+        def step(carry, keys):
+            obs, state, alive = carry
+            explore = jax.random.bernoulli(keys[0], epsilon)
+            random_action = env.action_space(env_params).sample(keys[1])
+            action = jnp.where(explore, random_action, best_action(params, obs))
+            obs, state, reward, terminated, truncated, _ = env.step(
+                keys[2], state, action, env_params
+            )
+            return (obs, state, alive & ~(terminated | truncated)), jnp.where(alive, reward, 0.0)
+
+        key_reset, key_steps = jax.random.split(key)
+        obs, state = env.reset(key_reset, env_params)
+        keys = jax.random.split(key_steps, (env_params.max_steps_in_episode, 3))
+        _, rewards = jax.lax.scan(step, (obs, state, True), keys)
+        return jnp.sum(rewards)
+
+    keys = jax.random.split(jax.random.key(600_000), episodes)  # the same starts for all programs
+    many_episodes = jax.vmap(episode_return, in_axes=(None, 0, None))
+    many_runs = jax.vmap(many_episodes, in_axes=(0, None, None))
+    return jax.jit(lambda params, epsilon: jnp.mean(many_runs(params, keys, epsilon), axis=1))
 
 
 CARTPOLE_HEAD = ["passed", "worst run", "greedy return", "first at 475", "training return"]
@@ -135,20 +193,30 @@ RATES = ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3"]
 LESSON = {"MountainCar-v0": (MOUNTAIN_CAR, -125, 10), "CartPole-v1": ("", 475, 100)}
 
 
-def lesson():
-    """What a replay buffer, averaged weights and a decaying epsilon are worth, one by one."""
-    cases = list(itertools.product(LESSON, STEPS))
-    results = list(itertools.starmap(choose_rate_and_run, cases))
-    draw_lesson([result for _, result in results[: len(STEPS)]])  # of MountainCar-v0
-    rows = []
-    for (task, step), (rate, result) in zip(cases, results, strict=True):
-        greedy, (script, flags) = greedy_means(result), STEPS[step]
+def lesson_mountaincar():
+    """What a buffer, averaged weights and a decaying epsilon are worth, and the figure of it."""
+    return lesson("MountainCar-v0")
+
+
+def lesson_cartpole():
+    """The same on CartPole-v1, without a figure."""
+    return lesson("CartPole-v1")
+
+
+def lesson(task):
+    """Add one idea at a time."""
+    rows, results = [], []
+    for step, (script, flags) in STEPS.items():
+        rate, result = choose_rate_and_run(task, step)
+        greedy = greedy_means(result)
         passed = f"{np.sum(greedy >= LESSON[task][1])} of 100"
         training = mean(np.nanmean(result.saved["curves.returns"][-3:], axis=0), 0)
         command = " ".join(f"`{script} {flags} --learning-rate {rate}`".split())
-        cells = passed, mean(greedy), f"{greedy.min():.0f}", training, command
-        rows.append([f"{task}: {step}", *cells])
-    head = ["", "passed", "greedy return", "worst run", "training return", "command"]
+        rows.append([step, passed, mean(greedy), f"{greedy.min():.0f}", training, command])
+        results.append(result)
+    if task == "MountainCar-v0":
+        draw_lesson(results)
+    head = [task, "passed", "greedy return", "worst run", "training return", "command"]
     return table(head, rows)
 
 
@@ -191,8 +259,8 @@ def draw_lesson(results):
     figure.savefig(PICTURES / "lesson.png")
 
 
-def learning():
-    """All learners on fresh seeds."""
+def learning_scripts():
+    """The scripts on thousands of fresh seeds."""
     rows = []
     for script, num_seeds, size in [
         (PARALLEL, 4000, 1000),
@@ -208,6 +276,28 @@ def learning():
     error = np.abs(grid.saved["learned.start_value"] - 0.9**17).max()
     text = f"`{GRID}`: {arrive} of 400 agents find a shortest path. The largest error of the"
     return f"{table(['command', *CARTPOLE_HEAD], rows)}\n{text} value of the start is {error:.0e}."
+
+
+def learning_networks():
+    """PPO, PQN and DQN on 100 fresh seeds, also with random actions."""
+    rows = []
+    for script in NETWORKS:
+        result = run(script, f"--num-seeds 100 {FRESH}")
+        *cells, first, training = cartpole_cells(result)
+        play = make_player(policy_of(script, "CartPole-v1"), "CartPole-v1", 100)
+        returns = play(params_of(script, result.saved), 0.05)  # (R,)
+        cells += [f"{np.sum(returns >= 475)} of {len(returns)}", first, training]
+        rows.append([f"`{script}`", *cells])
+    *head, first, training = CARTPOLE_HEAD
+    return table(["command", *head, "passed with 5 % random actions", first, training], rows)
+
+
+def params_of(script, saved):
+    """Return the parameters of all runs, as policy_of(script) takes them."""
+    if script == PPO:
+        names = ["w0", "b0", "w1", "b1"]
+        return {"actor": {name: saved[f"learned.params.actor.{name}"] for name in names}}
+    return [{x: saved[f"learned.params.{i}.{x}"] for x in ("w", "b")} for i in range(3)]
 
 
 def ablations():
@@ -229,7 +319,6 @@ def ablations():
         "little exploration: --epsilon 0.05": (REPLAY, "--epsilon 0.05"),
         DECAY: (DECAY, ""),
         "little exploration: --end-e 0.01": (DECAY, "--end-e 0.01"),
-        "a network: dqn.patch": (DECAY, "", patched(DECAY, "dqn")),
     }
     rows = []
     for what, (script, flags, *text) in changes.items():
@@ -253,12 +342,27 @@ TASKS = [
     (REINFORCE, CONTINUOUS, 75),
     (REINFORCE, "--env-id Pendulum-v1 --num-envs 128 --num-iterations 500", -260),
 ]
+BOUNDS = {"Acrobot-v1": -100, "Pendulum-v1": -200}  # for PPO, PQN and DQN
 
 
-def tasks():
+def tasks_scripts():
     """The commands for other tasks, on 100 fresh seeds."""
+    return tasks(TASKS)
+
+
+def tasks_networks():
+    """The commands for other tasks in the docstrings of PPO, PQN and DQN, on 100 fresh seeds."""
+    commands = []
+    for script in NETWORKS:
+        for flags, task in re.findall(rf"python {script} (--env-id (\S+).*)", text_of(script)):
+            commands.append((script, flags, BOUNDS[task]))
+    return tasks(commands)
+
+
+def tasks(commands):
+    """Run (script, flags, bound)."""
     rows = []
-    for script, flags, bound in TASKS:
+    for script, flags, bound in commands:
         seed = "--seed 352000" if flags == CONTINUOUS else FRESH
         greedy = greedy_means(run(script, f"{flags} --num-seeds 100 {seed}"))
         reached = f"{np.sum(greedy >= bound)} of 100 ({bound})"
@@ -268,12 +372,16 @@ def tasks():
 
 def seconds():
     """Whole commands, with the scripts in turn: medians of five, and of three with 20 seeds."""
-    one = np.median([[seconds_of(x) for x in SCRIPTS] for _ in range(5)], axis=0)
-    twenty = [[seconds_of(x, "--num-seeds 20") for x in CARTPOLE] for _ in range(3)]
+    all_scripts, many_runs = [*SCRIPTS, *NETWORKS], [*CARTPOLE, *NETWORKS]
+    one = np.median([[seconds_of(x) for x in all_scripts] for _ in range(5)], axis=0)
+    twenty = [[seconds_of(x, "--num-seeds 20") for x in many_runs] for _ in range(3)]
     many = np.median(twenty, axis=0)
-    rows = [[f"`{x}`", f"{y[0]:.1f}", f"{y[1]:.1f}", ""] for x, y in zip(SCRIPTS, one, strict=True)]
-    for script, (whole, _) in zip(CARTPOLE, many, strict=True):
-        rows[SCRIPTS.index(script)][-1] = f"{whole:.1f}"
+    rows = [
+        [f"`{script}`", f"{whole:.1f}", f"{compiling:.1f}", ""]
+        for script, (whole, compiling) in zip(all_scripts, one, strict=True)
+    ]
+    for script, (whole, _) in zip(many_runs, many, strict=True):
+        rows[all_scripts.index(script)][-1] = f"{whole:.1f}"
     return table(["script", "one run", "of these, compiling", "twenty runs"], rows)
 
 
@@ -284,16 +392,51 @@ def seconds_of(script, flags=""):
     return result.seconds, float(compiling)
 
 
-def recipes():
-    """Run each command in a recipe's head, after the recipe, and print what it reports."""
+def recipes(names):
+    """Run the commands in the heads of recipes, and print what differs from the last time.
+
+    What they print is stored. A number in a head that one of the stored lines has, after rounding,
+    and none of the new lines, is to be changed in the head.
+    """
+    stored = json.loads(STORED.read_text())
     for path in sorted(RECIPES.glob("*.patch")):
         head = path.read_text().partition("\n--- ")[0]
-        for script, flags, also in re.findall(r"^    python (\S+)([^#\n]*)(.*)$", head, re.M):
+        commands = re.findall(r"^    (python (\S+)([^#\n]*)(.*))$", head, re.M)
+        if names and path.stem not in names:
+            continue
+        before, after = stored.get(path.stem, {}), {}
+        for command, script, flags, also in commands:
             others = re.findall(r"(\w+)\.patch", also)
-            print("after", *others, path.stem)
-            lines = run(script, flags, patched(script, *others, path.stem), save=False).lines
-            last = max(i for i, line in enumerate(lines) if line.startswith("step "))
-            print(*lines[last:], sep="\n", flush=True)
+            text = patched(script, *others, path.stem)
+            after[command] = reported(run(script, flags, text, save=False).lines)
+            if after[command] != before.get(command):
+                print(f"{path.name}: {command}")
+                print("  was:", *before.get(command, ["not stored"])[-5:], sep="\n    ")
+                print("  is: ", *after[command][-5:], sep="\n    ", flush=True)
+        for number in sorted(quoted(head, before) - quoted(head, after)):
+            print(f"{path.name}: the head still has {number}")
+        stored[path.stem] = after
+        STORED.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def reported(lines):
+    """Lines without those that tell seconds or speed."""
+    lines = [re.sub(r"  [\d,]+ steps/s in total", "", line) for line in lines]
+    return [line for line in lines if "compiled in" not in line]
+
+
+def quoted(head, printed):
+    """Return the numbers of a head that are among the printed ones, {command: lines}."""
+    number = r"-?\d+(?:,\d{3})*(?:\.\d+)?"
+    words = re.findall(number, "\n".join(line for lines in printed.values() for line in lines))
+    values = [float(word.replace(",", "")) for word in words]
+    prose = re.sub(r"^    python .*", "", head, flags=re.M)
+    found = set()
+    for word in re.findall(number, prose):
+        digits = len(word.partition(".")[2])
+        if any(f"{value:,.{digits}f}" == word for value in values):
+            found.add(word)
+    return found
 
 
 def write(name, text):
@@ -304,27 +447,45 @@ def write(name, text):
     if subprocess.check_output([*git, "status", "--porcelain", "--", *paths]):
         commit += " with changes"
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    devices = " and ".join(sorted(DEVICES)).replace("cpu", model)
+    cores = f"{len(os.sched_getaffinity(0))} x {model}"
+    devices = " and ".join(sorted(x for x in DEVICES if not x.endswith("cpu"))) or cores
     machine = f"{devices}, Python {platform.python_version()}, jax {version('jax')}"
     stamp = f"Measured on {date.today()}, commit {commit}: {machine}.\n"
     mark = f"<!-- {name} -->\n"
     [page] = [page for page in PAGES if mark in page.read_text()]
     before, rest = page.read_text().split(mark)
-    _, after = re.split(r"^Measured on .*\n", rest, maxsplit=1, flags=re.MULTILINE)
+    _, after = re.split(r"^(?:Measured on|Not measured yet) .*\n", rest, maxsplit=1, flags=re.M)
     page.write_text(f"{before}{mark}{text}\n{stamp}{after}")
+
+
+SECTIONS = {
+    f.__name__: f
+    for f in (
+        lesson_mountaincar,
+        lesson_cartpole,
+        learning_scripts,
+        learning_networks,
+        ablations,
+        tasks_scripts,
+        tasks_networks,
+        seconds,
+    )
+}
 
 
 def main():
     """Run the sections that are asked for."""
-    sections = {f.__name__: f for f in (lesson, learning, ablations, tasks, seconds)}
-    parser = argparse.ArgumentParser()
-    parser.add_argument("sections", nargs="+", choices=[*sections, "recipes"], metavar="SECTION")
-    for name in parser.parse_args().sections:
-        DEVICES.clear()
-        if name == "recipes":
-            recipes()
-        else:
-            write(name, sections[name]())
+    parser = argparse.ArgumentParser(epilog=f"sections: {', '.join(SECTIONS)}, recipes")
+    parser.add_argument("sections", nargs="+", metavar="SECTION", help="name, or its beginning")
+    parser.add_argument("--recipes", nargs="+", metavar="NAME", help="of `recipes`; default: all")
+    args = parser.parse_args()
+    for asked in args.sections:
+        if asked == "recipes":
+            recipes(args.recipes)
+        for name in SECTIONS:
+            if name.startswith(asked):
+                DEVICES.clear()
+                write(name, SECTIONS[name]())
 
 
 if __name__ == "__main__":

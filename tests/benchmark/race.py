@@ -1,21 +1,25 @@
-"""The race: algorithms of the same name in different code, on CartPole-v1, on CPU cores.
+"""The race: PPO, PQN and DQN of several libraries, with their authors' settings, on CPU cores.
 
-    python tests/benchmark/race.py                             # all programs, in about two hours
-    python tests/benchmark/race.py --only ours-ppo rejax-ppo   # two of them, the others as stored
-    python tests/benchmark/race.py --agents 2 --fraction 0.1   # a trial with a tenth of each budget
+    python tests/benchmark/race.py --clones FOLDER --python PYTHON --speed
+    python tests/benchmark/race.py --clones FOLDER --python PYTHON
+    python tests/benchmark/race.py --clones FOLDER --python PYTHON --fraction 0.01
 
-- Settings are those of the authors for this task: of rejax its cartpole.yaml, of CleanRL and
-  PureJaxRL the defaults in the files, of ours the recipes ppo.patch (with 40 iterations, as in its
-  head) and dqn.patch. The functions `drive_*` contain all changes to the code.
-- Programs save weights while they train. Afterwards, `evaluate` plays all of them greedily, from
-  the same start states. The seconds include no evaluation.
-- Ours, rejax and PureJaxRL divide their agents over one device for each core. CleanRL trains one
-  agent in a process, and one process at a time is bound to each core.
-- README.md beside this file says what each column means.
+FOLDER has clones of the peers' repositories, and PYTHON is that of an environment with their
+packages: RACE.md has the commands that make both, and says what differs between the programs.
+
+- Programs save their networks while they train. Afterwards, all are evaluated in the same way,
+  greedily and with 5 % random actions. The seconds include no evaluation.
+- Ours, rejax, PureJaxRL and PureJaxQL divide their agents over one device for each core. CleanRL
+  trains one agent in a process, and one process at a time is bound to each core.
+- The functions `drive_*` contain all changes to the code of others.
 """
 
 import argparse
+import ast
+import itertools
+import json
 import os
+import pickle
 import re
 import runpy
 import subprocess
@@ -24,325 +28,460 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
 
 CORES = sorted(os.sched_getaffinity(0))
+RECIPES = Path(__file__).parents[1] / "recipes"
 SEED = 600_000  # of the first agent: no setting of ours was chosen on these seeds
 EPISODES = 20  # greedy episodes of each agent at each snapshot
-JAX = "jax==0.10.1 jaxlib==0.10.1 optax==0.2.8 flax==0.12.8 numpy==2.3.5"
-GYMNAX = f"{JAX} gymnax==0.0.9 distrax==0.1.9 six==1.17.0"
-TORCH = f"{JAX} torch==2.13.0 gymnasium==0.29.1 tyro==1.0.17 tensorboard==2.21.0"
-PEERS = {  # name on GitHub, commit, folders of it, packages
-    "rejax": ("keraJLi/rejax", "d751095", "src configs", f"{GYMNAX} pyyaml==6.0.4"),
-    "purejaxrl": ("luchris429/purejaxrl", "31756b1", "purejaxrl", f"{GYMNAX} flashbax==0.1.3"),
-    "cleanrl": ("vwxyzjn/cleanrl", "fe8d8a0", "cleanrl cleanrl_utils", TORCH),
+SNAPSHOTS = 61  # at most, of a program; the budgets of PureJaxRL and PureJaxQL can be divided by it
+ROUNDS = 3  # of one agent, and of measurements of the speed
+SPEED_SECONDS = 5  # at least, for each measurement of the speed
+BOUNDS = {"CartPole-v1": 475, "Acrobot-v1": -100}  # Gymnasium's reward thresholds
+# The tasks for which each program has settings. CleanRL's benchmark/*.sh run the defaults on both.
+PROGRAMS = {
+    "ppo.py": [*BOUNDS],
+    "rejax/ppo.py": [*BOUNDS],
+    "purejaxrl/ppo.py": ["CartPole-v1"],
+    "cleanrl/ppo.py": [*BOUNDS],
+    "pqn.py": [*BOUNDS],
+    "rejax/pqn.py": [*BOUNDS],
+    "purejaxql/pqn_gymnax.py": [*BOUNDS],
+    "cleanrl/pqn.py": [*BOUNDS],
+    "dqn.py": [*BOUNDS],
+    "rejax/dqn.py": [*BOUNDS],
+    "purejaxrl/dqn.py": ["CartPole-v1"],
+    "cleanrl/dqn_jax.py": [*BOUNDS],
 }
-PROGRAMS = {  # file, activation of the network
-    "ours-ppo": ("reinforce_parallel.py", "tanh"),
-    "rejax-ppo": ("src/rejax/algos/ppo.py", "tanh"),
-    "purejaxrl-ppo": ("purejaxrl/ppo.py", "tanh"),
-    "cleanrl-ppo": ("cleanrl/ppo.py", "tanh"),
-    "ours-dqn": ("epsilon_decay_td.py", "silu"),
-    "rejax-dqn": ("src/rejax/algos/dqn.py", "silu"),
-    "purejaxrl-dqn": ("purejaxrl/dqn.py", "relu"),
-    "cleanrl-dqn": ("cleanrl/dqn_jax.py", "relu"),
-}
 
 
-# The drivers. Each runs in the environment of its program, and saves K snapshots of R agents:
-# weights (K, R, inputs, outputs) and biases (K, R, outputs) of all layers.
-
-NAMES = "w0", "b0", "w1", "b1", "w2", "b2"
+# The drivers. Each runs in a process of its own, in the environment of its program.
 
 
-def save(args, began, seconds, steps, arrays):
-    """Save when training began, seconds and steps (K,), and the arrays of NAMES."""
-    arrays = dict(zip(NAMES, arrays, strict=False))  # networks have two or three layers
-    np.savez(args.save, starting=began - args.entered, seconds=seconds, steps=steps, **arrays)
+def save(args, began, seconds, steps, params, activation=None):
+    """Save when training began, seconds (K,), steps (K,) and the parameters (K, R, ...)."""
+    saved = {"starting": began - args.entered, "seconds": seconds, "steps": steps}
+    saved |= {"params": params, "activation": activation}
+    Path(args.save).write_bytes(pickle.dumps(saved))
 
 
-def drive_ours(args, algorithm):
-    """Run our script after its recipe, with snapshots and without its evaluation."""
-    sys.path.insert(0, str(args.folder))
-    script = import_module(Path(PROGRAMS[args.drive][0]).stem)
+def drive_ours(args):
+    """Run one of our scripts, with snapshots and without its evaluation."""
+    import jax
+
+    sys.path.insert(0, str(RECIPES))
+    script = import_module(Path(args.drive).stem)
     train_interval = script.train_interval
+    structures = []
 
     def train_and_snapshot(run, state):
         state, metrics = train_interval(run, state)
-        return state, metrics | (state.params if algorithm == "ppo" else state.weights)
+        structures.append(jax.tree.structure(state.params))
+        return state, metrics | script.flat({"snapshot": state.params})
 
     printed = []  # When each line was printed. Training begins after the second.
     script.print = lambda *words, **flags: printed.append(time.time())
     script.train_interval = train_and_snapshot
     script.evaluate = lambda run, state: {"greedy_return": np.zeros(1)}
-    flags = f"--seed={SEED} --num-seeds={args.agents} --num-intervals=40"
-    budget = {"ppo": ("--num-iterations", 40), "dqn": ("--total-timesteps", 200_000)}[algorithm]
-    flags += f" {budget[0]}={round(budget[1] * args.fraction)}"
-    curves = script.main(flags.split())["curves"]
-    arrays = [curves[name] for name in NAMES if name in curves]
-    if algorithm == "dqn":  # it divides observations by a scale, which the first layer does here
-        arrays[0] /= np.array(script.OBS_SCALE["CartPole-v1"])[:, None]
-    save(args, printed[1], curves["seconds"], curves["timesteps"].mean(axis=1), arrays)
+    # Flags for another task stand in the docstring of the script.
+    task_flags = [*re.findall(rf"--env-id {args.task}.*", script.__doc__), ""][0].split()
+    steps = round(script.parse_args(task_flags).total_timesteps * args.fraction)
+    flags = f"--seed {args.seed} --num-seeds {args.agents} --num-intervals 40"
+    flags += f" --total-timesteps {steps}"
+    curves = script.main([*task_flags, *flags.split()])["curves"]
+    leaves = [array for name, array in curves.items() if name.startswith("snapshot.")]
+    params = jax.tree.unflatten(structures[0], leaves)
+    save(args, printed[1], curves["seconds"], curves["timesteps"][:, 0], params)
 
 
-def train_over_cores(args, train, find_layers, first_step, interval, idle):
+def train_over_cores(args, train, find_params, find_steps, activation, idle):
     """Compile and run train(key) for all agents. The first `idle` steps make no update."""
     import jax
 
-    keys = jax.random.split(jax.random.PRNGKey(SEED), args.agents)
+    keys = jax.random.split(jax.random.PRNGKey(args.seed), args.agents)
     mesh = jax.sharding.Mesh(jax.devices()[: args.agents], "cores")
     axis = jax.sharding.PartitionSpec("cores")
     specs = {"mesh": mesh, "in_specs": axis, "out_specs": axis}
     train = jax.shard_map(jax.vmap(train), **specs, check_vma=False)
     compiled = jax.jit(train).lower(keys).compile()
-    began = time.time()
-    results = jax.block_until_ready(compiled(keys))
-    seconds = time.time() - began
-    layers = find_layers(results)
-    arrays = [np.swapaxes(layer[x], 0, 1) for layer in layers for x in ("kernel", "bias")]
-    steps = first_step + interval * np.arange(len(arrays[0]))
+    began, times = time.time(), 0
+    while times == 0 or (args.speed and time.time() - began < SPEED_SECONDS):
+        results = jax.block_until_ready(compiled(keys))
+        times += 1
+    seconds = (time.time() - began) / times
+    params = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), find_params(results))  # (K, R, ...)
+    steps = find_steps(np.arange(len(params[0]["w"])))
     updating = np.maximum(steps - idle, 0)
-    save(args, began, seconds * updating / updating[-1], steps, arrays)
+    save(args, began, seconds * updating / updating[-1], steps, params, activation)
 
 
-def drive_rejax(args, algorithm):
-    """Run rejax. Its evaluation, as often as its authors evaluate, returns the weights."""
-    code = args.folder / "rejax" / "code"
-    sys.path.insert(0, str(code / "src"))
+def flax_layers(params):
+    """Layers of a network of flax, with what follows each: a layer normalization or not."""
+    layers = []
+    for i in range(3):
+        dense, norm = params[f"Dense_{i}"], params.get(f"LayerNorm_{i}", {})
+        layers.append({"w": dense["kernel"], "b": dense["bias"], **norm})
+    return layers
+
+
+def drive_rejax(args):
+    """Run rejax. Its evaluation, as often as its authors evaluate, returns the network."""
+    algorithm = Path(args.drive).stem
+    sys.path.insert(0, str(args.clones / "rejax" / "src"))
+    import jax.numpy as jnp
     import rejax
     import yaml
 
-    def layers(agent, state, key):
+    def network(agent, state, key):
         if algorithm == "ppo":
             params = state.actor_ts.params["params"]
-            return [*params["features"].values(), params["action_logits"]]
-        params = state.q_ts.params["params"]  # what the dueling network adds leaves argmax as it is
-        return [*params["MLP_0"].values(), params["Dense_1"]]
+            params = params["features"] | {"Dense_2": params["action_logits"]}
+        else:
+            params = state.q_ts.params["params"]
+        if algorithm == "dqn":  # what the dueling network adds leaves argmax as it is
+            params = params["MLP_0"] | {"Dense_2": params["Dense_1"]}
+        first, *others = flax_layers(params)
+        if agent.normalize_observations:  # the first layer does it here
+            scale = 1 / jnp.sqrt(state.obs_rms_state.var + 1e-8)
+            shift = -state.obs_rms_state.mean * scale
+            first |= {"w": scale[:, None] * first["w"], "b": first["b"] + shift @ first["w"]}
+        return [first, *others]
 
-    config = yaml.safe_load((code / "configs" / "gymnax" / "cartpole.yaml").read_text())[algorithm]
+    name = args.task.partition("-")[0].lower()
+    path = args.clones / "rejax" / "configs" / "gymnax" / f"{name}.yaml"
+    config = yaml.safe_load(path.read_text())[algorithm]
     config["total_timesteps"] = round(config["total_timesteps"] * args.fraction)
+    if args.speed:
+        config["eval_freq"] = config["total_timesteps"]
+        if algorithm == "dqn":
+            config["fill_buffer"] = 0
+    activation = config.get("agent_kwargs", {"activation": "relu"})["activation"]
     agent = rejax.get_algo(algorithm).create(**config)
-    agent = agent.replace(eval_callback=layers)
-    idle, interval = config.get("fill_buffer", 0), config["eval_freq"]
-    train_over_cores(args, agent.train, lambda results: results[1], 0, interval, idle)
+    agent = agent.replace(eval_callback=network)
+    iteration = config["num_envs"] * config.get("num_steps", 1)
+    interval = -(-config["eval_freq"] // iteration) * iteration  # rejax rounds up
+    idle = config.get("fill_buffer", 0)
+    find_params, find_steps = (lambda results: results[1]), (lambda k: interval * k)
+    train_over_cores(args, agent.train, find_params, find_steps, activation, idle)
 
 
-def run_changed(args, changes, names):
+def run_changed(args, changes, names, run_name):
     """Run a copy of the program with each (old, new) text exchanged, and with additional names."""
-    path = args.folder / args.drive.split("-")[0] / "code" / PROGRAMS[args.drive][0]
+    project, file = args.drive.split("/")
+    path = args.clones / project / project / file
     text = path.read_text()
     for old, new in changes:
         assert text.count(old) == 1, f"{path} should have this text once: {old}"
         text = text.replace(old, new)
-    Path(path.name).write_text(text)  # in a temporary folder
+    Path(file).write_text(text)  # in a temporary folder
     sys.path[:0] = [str(path.parent), str(path.parents[1])]
-    runpy.run_path(path.name, names, run_name="__main__")
+    return runpy.run_path(file, names, run_name)
 
 
-def drive_purejaxrl(args, algorithm):
-    """Run PureJaxRL. Its loop is a loop of parts, and a snapshot follows each part."""
+def drive_purejax(args):
+    """Run PureJaxRL or PureJaxQL. Its loop is a loop of parts, and a snapshot follows each part."""
     import jax
+    import yaml
 
-    # Packages for logging, which is off by default, and for other tasks. They take time to import.
-    for name in "wandb navix brax brax.envs brax.envs.wrappers brax.envs.wrappers.training".split():
+    # Packages for flags, logging, files and other tasks. Training does not need them.
+    names = "wandb navix brax brax.envs brax.envs.wrappers brax.envs.wrappers.training"
+    for name in f"{names} hydra omegaconf safetensors safetensors.flax".split():
         sys.modules[name] = MagicMock()
     jax.tree_map = jax.tree.map  # its name in jax 0.10
-    # Updates and steps of a part, and the first steps, which make no update.
-    updates, interval, idle = (16, 16 * 512, 0) if algorithm == "ppo" else (1000, 10_000, 10_000)
 
     def parts(update, state, config):
+        updates = int(config["NUM_UPDATES"])
+        number = next(k for k in range(SNAPSHOTS, 0, -1) if updates % k == 0)
+        config["PART"] = updates // number
+
         def part(state, _):
-            state, metrics = jax.lax.scan(update, state, length=updates)
-            return state, (metrics, [state[0].params["params"][f"Dense_{i}"] for i in range(3)])
+            state, _ = jax.lax.scan(update, state, length=config["PART"])
+            return state, state[0].params
 
-        return part, state, None, int(config["NUM_UPDATES"]) // updates
+        return part, state, None, number
 
-    def train_all(make_train, config):
-        config["TOTAL_TIMESTEPS"] *= args.fraction
-        config["DEBUG"] = False  # it would print each episode
-        train = make_train(config)
-        train_over_cores(args, train, lambda x: x["metrics"][1], interval, interval, idle)
-        return lambda key: None  # the program calls this
-
-    loop = '_update_step, runner_state, None, config["NUM_UPDATES"]'
-    train = "make_train(config)" if algorithm == "ppo" else "jax.vmap(make_train(config))"
-    changes = [(loop, "*parts(_update_step, runner_state, config)")]  # the arguments of scan
-    changes += [(f"jax.jit({train})", "train_all(make_train, config)")]
-    run_changed(args, changes, {"parts": parts, "train_all": train_all})
-
-
-def drive_cleanrl(args, algorithm):
-    """Run CleanRL, which trains one agent. It writes its log for TensorBoard, as by default."""
-    began, snapshots = [], []
-
-    def snapshot(step, *arrays):
-        snapshots.append((time.time(), step, *(np.array([x]) for x in arrays)))  # of one agent
-
-    begins = "    start_time = time.time()\n"
-    if algorithm == "ppo":
-        place = "        y_pred, y_true = b_values.cpu().numpy(), b_returns.cpu().numpy()\n"
-        condition, step = "iteration % 20 == 0 or iteration == args.num_iterations", "global_step"
-        arrays = "(x.detach().numpy().T for x in agent.actor.parameters())"
+    loop = '_update_step, runner_state, None, config["NUM_UPDATES"]'  # the arguments of scan
+    changes = [(loop, "*parts(_update_step, runner_state, config)")]
+    program = run_changed(args, changes, {"parts": parts}, "changed")
+    if args.drive.startswith("purejaxql"):
+        path = args.clones / "purejaxql" / "purejaxql" / "config" / "alg" / "pqn_cartpole.yaml"
+        config = yaml.safe_load(path.read_text()) | {"WANDB_MODE": "disabled"}
+        config["TEST_DURING_TRAINING"] = False
+        config["TOTAL_TIMESTEPS_DECAY"] = float(config["TOTAL_TIMESTEPS_DECAY"]) * args.fraction
     else:
+        text = Path(Path(args.drive).name).read_text()
+        config = ast.literal_eval(re.search(r"config = (\{\n.*?\n    +\})", text, re.S)[1])
+        config["DEBUG"] = False  # it would print each episode
+    config["ENV_NAME"] = args.task
+    config["TOTAL_TIMESTEPS"] = float(config["TOTAL_TIMESTEPS"]) * args.fraction
+    if args.speed and "LEARNING_STARTS" in config:
+        config["LEARNING_STARTS"] = 0
+    train = program["make_train"](config)
+
+    def find_params(results):
+        params = results["metrics"]
+        return flax_layers(params.get("params", params))
+
+    def find_steps(k):  # known only after compiling
+        return (k + 1) * config["PART"] * config["NUM_ENVS"] * config.get("NUM_STEPS", 1)
+
+    idle = config.get("LEARNING_STARTS", 0)
+    activation = "tanh" if args.drive == "purejaxrl/ppo.py" else "relu"
+    train_over_cores(args, train, find_params, find_steps, activation, idle)
+
+
+def torch_layers(network):
+    """Layers of a network of torch, with what follows each: a layer normalization or not."""
+    layers = []
+    for module in network:
+        arrays = [x.detach().numpy().copy() for x in module.parameters()]
+        if type(module).__name__ == "Linear":
+            layers.append({"w": arrays[0].T, "b": arrays[1]})
+        if type(module).__name__ == "LayerNorm":
+            layers[-1] |= {"scale": arrays[0], "bias": arrays[1]}
+    return layers
+
+
+def drive_cleanrl(args):
+    """Run CleanRL, which trains one agent. It writes its log for TensorBoard, as by default."""
+    began, times, steps, networks = [], [], [], []
+
+    def snapshot(step, network):
+        times.append(time.time())
+        steps.append(step)
+        networks.append(network)
+
+    # The line before which a snapshot is taken, when, of which step, and of what.
+    if args.drive == "cleanrl/dqn_jax.py":
         place = "        # TRY NOT TO MODIFY: CRUCIAL step easy to overlook\n"
-        condition, step = "global_step % 10_000 == 9_999", "global_step + 1"  # it begins with 0
-        arrays = '(x[y] for x in q_state.params["params"].values() for y in ("kernel", "bias"))'
-    call = f"        if {condition}:\n            snapshot({step}, *{arrays})\n"
-    changes = [(begins, f"{begins}    began.append(time.time())\n"), (place, call + place)]
-    sys.argv = f"- --seed {args.seed} --total-timesteps {round(500_000 * args.fraction)}".split()
-    run_changed(args, changes, {"began": began, "snapshot": snapshot})
-    times, steps, *arrays = (np.stack(x) for x in zip(*snapshots, strict=True))
-    save(args, began[0], times - began[0], steps, arrays)
+        condition = f"(global_step + 1) % (args.total_timesteps // {SNAPSHOTS - 11}) == 0"
+        call = 'global_step + 1, flax_layers(q_state.params["params"])'
+    else:
+        each = f"max(args.num_iterations // {SNAPSHOTS}, 1)"
+        condition = f"iteration % {each} == 0 or iteration == args.num_iterations"
+        network = {"ppo.py": "agent.actor", "pqn.py": "q_network.network"}[Path(args.drive).name]
+        call = f"global_step, torch_layers({network})"
+        place = '        print("SPS:", int(global_step / (time.time() - start_time)))\n'
+    begins = "    start_time = time.time()\n"
+    changes = [(place, f"        if {condition}:\n            snapshot({call})\n{place}")]
+    changes += [(begins, f"{begins}    began.append(time.time())\n")]
+    total = round(500_000 * args.fraction)
+    sys.argv = f"- --seed {args.seed} --env-id {args.task} --total-timesteps {total}".split()
+    names = {"began": began, "snapshot": snapshot}
+    names |= {"flax_layers": flax_layers, "torch_layers": torch_layers}
+    run_changed(args, changes, names, "__main__")
+    import jax
+
+    params = jax.tree.map(lambda *arrays: np.stack(arrays)[:, None], *networks)  # (K, 1, ...)
+    activation = "tanh" if args.drive == "cleanrl/ppo.py" else "relu"
+    save(args, began[0], np.array(times) - began[0], np.array(steps), params, activation)
 
 
-def prepare(args, name):
-    """Make what a program needs. Return its Python."""
-    from benchmark import patched
-
-    project, algorithm = name.split("-")
-    if project == "ours":
-        (args.folder / PROGRAMS[name][0]).write_text(patched(PROGRAMS[name][0], algorithm))
-        return sys.executable
-    repository, commit, folders, packages = PEERS[project]
-    folder = args.folder / project
-    code, python, ready = folder / "code", folder / "venv" / "bin" / "python", folder / "ready"
-    if not ready.exists():
-        address = f"https://github.com/{repository}"
-        run = subprocess.check_call
-        run([sys.executable, "-m", "venv", folder / "venv"])
-        run([python, "-m", "pip", "install", "--quiet", *packages.split()])
-        run(["git", "clone", "--quiet", "--no-checkout", address, code])
-        run(["git", "-C", code, "checkout", "--quiet", commit, "--", *folders.split()])
-        ready.touch()
-    return python
+DRIVERS = {
+    "rejax": drive_rejax,
+    "purejaxrl": drive_purejax,
+    "purejaxql": drive_purejax,
+    "cleanrl": drive_cleanrl,
+}
 
 
-def command(args, name, python, path, cores=CORES, **changes):
-    """Run a driver in a process of its own, bound to these cores. Return its seconds."""
+# The measurements.
+
+
+def run(args, path, cores=CORES, **flags):
+    """Run a driver in a process of its own, bound to these cores. Return what it saves."""
+    began = time.time()
+    flags = {"fraction": args.fraction, "speed": args.speed, "entered": began} | flags
+    flags |= {"clones": str(args.clones), "save": str(path)}
+    python = args.python if "/" in flags["drive"] else sys.executable
     words = ["taskset", "--cpu-list", ",".join(map(str, cores)), python, Path(__file__).resolve()]
-    flags = {"agents": args.agents, "fraction": args.fraction, "folder": args.folder}
-    flags |= {"drive": name, "save": path, "seed": SEED, "entered": time.time()} | changes
-    words += [f"--{flag}={value}" for flag, value in flags.items()]
+    words += ["--drive", json.dumps(flags)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
     environment["JAX_NUM_CPU_DEVICES"] = str(len(cores))
-    if "rejax" in name or "purejaxrl" in name:  # with one thread for each core, XLA can deadlock
-        environment["NPROC"] = str(4 * len(cores))
+    if flags["drive"].startswith(("rejax", "purejax")):
+        environment["NPROC"] = str(
+            4 * len(cores)
+        )  # with one thread for each core, XLA can deadlock
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # compiling is part of the seconds
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(words, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=True)
-    return time.time() - flags["entered"]
+    return pickle.loads(path.read_bytes()) | {"whole": time.time() - began}
 
 
-def one_process_each(args, name, python):
-    """Train each agent in a process of a core. Return their median seconds, and all snapshots."""
-    paths = [args.folder / f"{name}-{i}.npz" for i in range(args.agents)]
-    alone = []
+def one_process_each(args, path, **flags):
+    """Train CleanRL's agents, one process at a time on each core. Medians, and all snapshots."""
+    import jax
 
-    def train_on(number, core):
-        for i in range(number, len(paths), len(CORES)):
-            alone.append(command(args, name, python, paths[i], [core], agents=1, seed=SEED + i))
+    began = time.time()
+
+    def train_on(number):
+        agents = range(number, flags["agents"], len(CORES))
+        own = flags | {"agents": 1}
+        paths = [path.with_suffix(f".{i}") for i in agents]
+        return [
+            run(args, paths[j], [CORES[number]], **own, seed=SEED + i) for j, i in enumerate(agents)
+        ]
 
     with ThreadPoolExecutor(len(CORES)) as pool:
-        list(pool.map(train_on, range(len(CORES)), CORES))
-    saved = {key: [np.load(path)[key] for path in paths] for key in np.load(paths[0])}
-    for key, arrays in saved.items():
-        saved[key] = np.concatenate(arrays, 1) if key in NAMES else np.median(arrays, 0)
-    return np.median(alone), saved
+        saved = [result for results in pool.map(train_on, range(len(CORES))) for result in results]
+    medians = {
+        x: np.median([y[x] for y in saved], axis=0) for x in ("starting", "seconds", "steps")
+    }
+    params = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *(y["params"] for y in saved))
+    activation = saved[0]["activation"]
+    whole = time.time() - began
+    return medians | {"params": params, "activation": activation, "whole": whole}
 
 
-def measure(args, name, path):
-    """Train one agent with a program, then all. Store the snapshots and the seconds."""
-    python = prepare(args, name)
-    print("+", time.strftime("%H:%M:%S"), name, flush=True)
-    began, last = time.time(), args.folder / "last.npz"
-    if name.startswith("cleanrl"):
-        alone, saved = one_process_each(args, name, python)
+def measure(args, path, program, task, agents):
+    """Train one agent ROUNDS times, with other seeds, or many agents once. Store the results."""
+    print("+", time.strftime("%H:%M:%S"), program, task, agents, flush=True)
+    flags = {"drive": program, "task": task, "agents": agents}
+    last = args.folder / "last.pkl"
+    if agents == 1:
+        results = [run(args, last, **flags, seed=SEED + i) for i in range(ROUNDS)]
+    elif program.startswith("cleanrl"):
+        results = [one_process_each(args, last, **flags)]
     else:
-        alone = command(args, name, python, last, agents=1)
-        began = time.time()
-        command(args, name, python, last)
-        saved = dict(np.load(last))
-    np.savez(path, alone=alone, together=time.time() - began, **saved)
+        results = [run(args, last, **flags, seed=SEED)]
+    path.write_bytes(pickle.dumps(results))
 
 
-def evaluate(saved, activation, epsilon=0.0):
-    """Mean returns (K, R) of an agent's episodes at each snapshot, with random actions or none."""
-    import gymnax
+def player_of(program, task, activation):
+    """Return a function of parameters (R, ...) and epsilon: the mean returns (R,) of episodes."""
     import jax
     import jax.numpy as jnp
+    from benchmark import make_player, policy_of
 
-    (env, env_params), function = gymnax.make("CartPole-v1"), getattr(jax.nn, activation)
+    def peers_action(layers, obs):
+        *hidden, output = layers
+        x = obs
+        for layer in hidden:
+            x = x @ layer["w"] + layer["b"]
+            if "scale" in layer:  # of a layer normalization
+                x = (x - jnp.mean(x)) / jnp.sqrt(jnp.var(x) + in_root)
+                x = x * layer["scale"] + layer["bias"]
+            x = getattr(jax.nn, activation)(x)
+        return jnp.argmax(x @ output["w"] + output["b"])
 
-    def episode_return(layers, key):
-        def step(carry, keys):
-            output, state, alive = carry  # the output of no layer is the observation
-            for i in range(0, len(layers), 2):
-                output = (function(output) if i > 0 else output) @ layers[i] + layers[i + 1]
-            explore = jax.random.bernoulli(keys[0], epsilon)
-            action = jnp.where(explore, jax.random.randint(keys[1], (), 0, 2), jnp.argmax(output))
-            obs, state, reward, terminated, truncated, _ = env.step(key, state, action, env_params)
-            return (obs, state, alive & ~(terminated | truncated)), jnp.where(alive, reward, 0.0)
-
-        obs, state = env.reset(key, env_params)
-        keys = jax.random.split(key, (500, 2))  # the time limit
-        _, rewards = jax.lax.scan(step, (obs, state, True), keys)
-        return jnp.sum(rewards)
-
-    keys = jax.random.split(jax.random.key(SEED), EPISODES)
-    play = jax.jit(jax.vmap(jax.vmap(episode_return, in_axes=(None, 0)), in_axes=(0, None)))
-    layers = [saved[name] for name in NAMES if name in saved]
-    returns = [play([array[k] for array in layers], keys) for k in range(len(layers[0]))]
-    return np.stack(returns).mean(axis=2)
+    in_root = 1e-5 if program.startswith("cleanrl") else 1e-6  # of torch, and of flax
+    return make_player(peers_action if "/" in program else policy_of(program, task), task, EPISODES)
 
 
-HEAD = "program|starting|until 475|its steps|passed|with 5 % random|training|steps|one agent|all"
+def spread(values, form):
+    """Text of a number, or of the median of several, with the lowest and the highest."""
+    words = [f"{x:{form}}" if np.isfinite(x) else "never" for x in np.sort(values)]
+    return (
+        words[0]
+        if len(set(words)) == 1
+        else f"{words[len(words) // 2]} ({words[0]} to {words[-1]})"
+    )
 
 
-def row(name, path):
+def row(program, task, results):
     """Format the results of a program, in the columns of HEAD."""
-    saved = dict(np.load(path))
-    seconds, steps = saved["seconds"], saved["steps"]  # (K,)
-    returns = evaluate(saved, PROGRAMS[name][1])  # (K, R)
-    cells = [f"{saved['starting']:.1f}", "never", "never"]
-    reached = np.flatnonzero(np.median(returns, axis=1) >= 475)
-    if len(reached):
-        cells[1:] = [f"{seconds[reached[0]]:.1f}", f"{steps[reached[0]]:,.0f}"]
-    last = {key: saved[key][-1:] for key in NAMES if key in saved}
-    for final in returns[-1], evaluate(last, PROGRAMS[name][1], epsilon=0.05)[0]:
-        cells.append(f"{np.sum(final >= 475)} of {len(final)}")
-    cells += [f"{seconds[-1]:.1f}", f"{steps[-1]:,.0f}", f"{saved['alone']:.1f}"]
-    return [f"{name}: `{PROGRAMS[name][0]}`", *cells, f"{saved['together']:.1f}"]
+    import jax
+
+    play = player_of(program, task, results[0]["activation"])
+    until, its_steps, passed, with_random = [], [], [], []
+    for result in results:
+        networks = [
+            jax.tree.map(itemgetter(k), result["params"]) for k in range(len(result["steps"]))
+        ]
+        returns = np.stack([play(network, 0.0) for network in networks])  # (K, R)
+        reached = np.flatnonzero(np.median(returns, axis=1) >= BOUNDS[task])
+        until.append(result["seconds"][reached[0]] if len(reached) else np.inf)
+        its_steps.append(result["steps"][reached[0]] if len(reached) else np.inf)
+        passed += list(returns[-1] >= BOUNDS[task])
+        with_random += list(play(networks[-1], 0.05) >= BOUNDS[task])
+    return [
+        f"`{program}`",
+        spread([result["starting"] for result in results], ".1f"),
+        spread(until, ".1f"),
+        spread(its_steps, ",.0f"),
+        f"{sum(passed)} of {len(passed)}",
+        f"{sum(with_random)} of {len(with_random)}",
+        spread([result["seconds"][-1] for result in results], ".1f"),
+        f"{results[0]['steps'][-1]:,.0f}",
+        spread([result["whole"] for result in results], ".1f"),
+    ]
+
+
+HEAD = "program|starting|until it passes|its steps|passed|with 5 % random|training|steps|whole"
+
+
+def race(args):
+    """Train with all programs. Return the tables, also of what is stored from earlier commands."""
+    from benchmark import table
+
+    tables = []
+    for task, agents in itertools.product(args.tasks, args.agents):
+        paths = {}
+        for program in PROGRAMS:
+            name = f"{program}-{task}-{agents}-{args.fraction}.pkl".replace("/", "-")
+            paths[program] = args.folder / name
+            if program in args.only and task in PROGRAMS[program]:
+                measure(args, paths[program], program, task, agents)
+        rows = [
+            row(program, task, pickle.loads(path.read_bytes()))
+            for program, path in paths.items()
+            if path.exists()
+        ]
+        number = f"one agent, {ROUNDS} times" if agents == 1 else f"{agents} agents"
+        tables.append(f"{task}, {number}:\n\n{table(HEAD.split('|'), rows)}")
+    return "\n".join(tables)
+
+
+def speed(args):
+    """Return a table of the steps per second of many agents, with the programs in turn."""
+    from benchmark import table
+
+    agents = max(args.agents)
+    programs = [program for program in args.only if not program.startswith("cleanrl")]
+    speeds = {program: [] for program in programs}
+    for program in programs * ROUNDS:
+        fraction = 0.01 if "/" in program else 0.2  # peers repeat theirs for SPEED_SECONDS
+        flags = {"drive": program, "task": "CartPole-v1", "agents": agents, "seed": SEED}
+        result = run(args, args.folder / "last.pkl", **flags | {"fraction": fraction})
+        speeds[program].append(agents * result["steps"][-1] / result["seconds"][-1])
+        print("+", time.strftime("%H:%M:%S"), program, f"{speeds[program][-1]:,.0f}", flush=True)
+    rows = [[f"`{program}`", spread(values, ",.0f")] for program, values in speeds.items()]
+    return table(["program", f"steps per second of {agents} agents in all"], rows)
 
 
 def main():
-    """Run the programs and print the table; with --drive, be one of the programs."""
+    """Run the programs, and print and write the tables; with --drive, be one of the programs."""
     parser = argparse.ArgumentParser()
     flag = parser.add_argument
-    flag("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME")
-    flag("--agents", type=int, default=20, help="1, or a multiple of the number of cores")
-    flag("--fraction", type=float, default=1.0, help="of the budget of each program, for a trial")
-    flag("--folder", type=lambda x: Path(x).resolve(), default=f"{tempfile.gettempdir()}/race")
-    for name, kind in ("drive", str), ("save", str), ("seed", int), ("entered", float):
-        flag(f"--{name}", type=kind, help=argparse.SUPPRESS)  # only `command` uses them
+    folder = {"type": lambda x: Path(x).absolute(), "metavar": "FOLDER"}
+    flag("--clones", **folder, help="has cleanrl, purejaxrl, purejaxql and rejax")
+    flag("--python", metavar="PYTHON", help="of the environment with the packages of the peers")
+    flag("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
+    flag("--tasks", nargs="+", choices=BOUNDS, default=["CartPole-v1"], metavar="TASK")
+    flag("--agents", nargs="+", type=int, default=[1, 20], help="1, or a multiple of the cores")
+    flag("--fraction", type=float, default=1.0, help="of the steps of each program, for a trial")
+    flag("--speed", action="store_true", help="measure only the steps per second of many agents")
+    flag("--folder", **folder, default=f"{tempfile.gettempdir()}/race", help="for results")
+    flag("--drive", type=json.loads, help=argparse.SUPPRESS)  # only `run` uses it
     args = parser.parse_args()
     if args.drive:
-        project, algorithm = args.drive.split("-")
-        return globals()[f"drive_{project}"](args, algorithm)
-    from benchmark import table
+        args = SimpleNamespace(**args.drive)
+        args.clones = Path(args.clones)
+        project = args.drive.partition("/")[0]
+        return DRIVERS.get(project, drive_ours)(args)
+    from benchmark import write
 
     args.folder.mkdir(parents=True, exist_ok=True)
-    paths = {x: args.folder / f"{x}-{args.agents}-{args.fraction}.npz" for x in PROGRAMS}
-    for name in args.only:
-        measure(args, name, paths[name])
-    rows = [row(name, path) for name, path in paths.items() if path.exists()]
-    print(table(HEAD.split("|"), rows), flush=True)
-    subprocess.check_call(["git", "-C", Path(__file__).parent, "log", "-1", "--format=ours: %h"])
-    [model] = set(re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()))
-    print(len(CORES), "cores,", model, "jax", version("jax"))
+    name = "speed" if args.speed else "race"
+    text = {"speed": speed, "race": race}[name](args)
+    print(text)
+    if args.fraction == 1:
+        write(name, text)
 
 
 if __name__ == "__main__":

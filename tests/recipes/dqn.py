@@ -15,7 +15,7 @@ each update, they move towards those of Q by a fraction tau (Lillicrap et al. 20
 
 Where only the time limit ends an episode, the value of s' still counts (Pardo et al. 2018). Layer
 normalization keeps learning stable (Ba et al. 2016; here without its learned scale and shift).
-Observations are divided by their bounds.
+Observations are divided by their largest absolute values so far.
 
     python dqn.py                                                    # one run
     python dqn.py --tau 0.01 0.1 --num-seeds 20 --plot curve.png     # forty runs
@@ -145,6 +145,7 @@ class TrainState(NamedTuple):
     """The state of one run."""
 
     key: jax.Array
+    bounds: jax.Array  # the largest absolute values in observations so far
     params: list  # of layers: w (inputs, outputs), b (outputs,)
     target_params: list  # running average of params
     opt_state: optax.OptState
@@ -179,6 +180,7 @@ def init_state(run):
     no_obs = jnp.zeros((run.buffer_size, *obs.shape[1:]), obs.dtype)
     return TrainState(
         key=key,
+        bounds=jnp.max(jnp.abs(obs), axis=0),
         params=params,
         target_params=params,
         opt_state=optimizer(run).init(params),
@@ -195,19 +197,10 @@ def init_state(run):
     )
 
 
-def scaled(run, obs):
-    """An observation as a vector (D,), divided by the bounds that its space has."""
-    space = run.env.observation_space(run.env_params)
-    if isinstance(space, spaces.Box):
-        bounds = jnp.maximum(jnp.abs(space.low), jnp.abs(space.high))
-        obs = obs / jnp.where(bounds < 1e6, bounds, 1.0)  # gymnax writes 3.4e38 for no bound
-    return jnp.ravel(obs).astype(float)
-
-
-def q_values(run, params, obs):
+def q_values(bounds, params, obs):
     """Values (A,) of all actions in an observation of any shape."""
     *hidden, output = params
-    x = scaled(run, obs)
+    x = jnp.ravel(obs / jnp.where(bounds > 0, bounds, 1.0))  # (D,)
     for layer in hidden:
         x = x @ layer["w"] + layer["b"]  # (H,)
         x = x - jnp.mean(x)
@@ -232,7 +225,7 @@ def vector_step(run, state, epsilon):
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
     uniform = jax.random.uniform(key_uniform, (run.num_envs, 2))
-    q = jax.vmap(partial(q_values, run, state.params))(state.obs)  # (N, A)
+    q = jax.vmap(partial(q_values, state.bounds, state.params))(state.obs)  # (N, A)
     action = jax.vmap(partial(select_action, epsilon))(q, uniform)  # (N,)
     env_step = jax.vmap(partial(run.env.step, params=run.env_params))
     obs, env_state, reward, terminated, _, info = env_step(step_keys, state.env_state, action)
@@ -247,21 +240,23 @@ def vector_step(run, state, epsilon):
     ended = info["returned_episode"]
     returns = jnp.sum(info["returned_episode_returns"], where=ended)
     sums = {"returns": returns, "episodes": jnp.sum(ended)}
-    return state._replace(key=key, env_state=env_state, obs=obs), (transitions, sums)
+    bounds = jnp.maximum(state.bounds, jnp.max(jnp.abs(obs), axis=0))
+    state = state._replace(key=key, bounds=bounds, env_state=env_state, obs=obs)
+    return state, (transitions, sums)
 
 
-def td_target(run, params, transition):
+def td_target(run, bounds, params, transition):
     """Target of one transition: r + gamma max_a' Q(s', a'), or r if s' is terminal."""
-    next_q = q_values(run, params, transition.next_obs)  # (A,)
+    next_q = q_values(bounds, params, transition.next_obs)  # (A,)
     next_value = jnp.where(transition.terminated, 0.0, jnp.max(next_q))
     return transition.reward + run.gamma * next_value
 
 
-def td_loss(run, params, batch, targets):
+def td_loss(bounds, params, batch, targets):
     """Half the mean squared error of a batch (B,). Also return what a progress line shows."""
 
     def value(obs, action):
-        return q_values(run, params, obs)[action]
+        return q_values(bounds, params, obs)[action]
 
     values = jax.vmap(value)(batch.obs, batch.action)
     errors = targets - values
@@ -282,8 +277,9 @@ def train_step(run, state, _):
     chosen = jax.random.randint(key_batch, run.batch_size, 0, num_stored)
     batch = jax.tree.map(lambda column: column[chosen], buffer)  # (B,)
     # The targets are computed outside of the loss, so no gradient flows through them.
-    targets = jax.vmap(partial(td_target, run, state.target_params))(batch)  # (B,)
-    grad, metrics = jax.grad(partial(td_loss, run), has_aux=True)(state.params, batch, targets)
+    targets = jax.vmap(partial(td_target, run, state.bounds, state.target_params))(batch)  # (B,)
+    loss = partial(td_loss, state.bounds)
+    grad, metrics = jax.grad(loss, has_aux=True)(state.params, batch, targets)
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     target_params = optax.incremental_update(params, state.target_params, run.tau)
@@ -301,12 +297,12 @@ def train_interval(run, state):
     return state, {"returns": returns, "episodes": episodes, **means}
 
 
-def greedy_return(run, params, key):
+def greedy_return(run, bounds, params, key):
     """Undiscounted return of one greedy episode."""
 
     def step(carry, key):
         obs, env_state = carry
-        action = jnp.argmax(q_values(run, params, obs))
+        action = jnp.argmax(q_values(bounds, params, obs))
         obs, env_state, _, _, _, info = run.env.step(key, env_state, action, run.env_params)
         return (obs, env_state), info
 
@@ -324,9 +320,10 @@ def evaluate(run, state):
     # A key that training never uses, so you can evaluate at any time. (With 0, 1 or 2 in the place
     # of 999, it would be a key that `split` gives.)
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
-    returns = jax.vmap(partial(greedy_return, run, state.params))(keys)
+    returns = jax.vmap(partial(greedy_return, run, state.bounds, state.params))(keys)
     finite = jnp.isfinite(optax.tree.norm(state.params))
-    return {"greedy_return": jnp.where(finite, returns, jnp.nan), "params": state.params}
+    returns = jnp.where(finite, returns, jnp.nan)
+    return {"greedy_return": returns, "bounds": state.bounds, "params": state.params}
 
 
 def report(learned, rows):

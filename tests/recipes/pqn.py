@@ -13,8 +13,8 @@ mean squared difference between Q(S_t, A_t) and
 If S_t+1 is terminal, G_t is R_t. After the last of the T steps, and where only the time limit ends
 an episode (Pardo et al. 2018), lambda is 0. This is the Q(lambda) of Peng & Williams (1996): G is
 not cut at random actions. Layer normalization keeps learning stable (Ba et al. 2016; here without
-its learned scale and shift). Observations are divided by their bounds, and gradients clipped to a
-norm of 1.
+its learned scale and shift). Observations are divided by their largest absolute values so far, and
+gradients are clipped to a norm of 1.
 
     python pqn.py                                                       # one run
     python pqn.py --q-lambda 0 0.85 --num-seeds 20 --plot curve.png     # forty runs
@@ -143,6 +143,7 @@ class TrainState(NamedTuple):
     """The state of one run."""
 
     key: jax.Array
+    bounds: jax.Array  # the largest absolute values in observations so far
     params: list  # of layers: w (inputs, outputs), b (outputs,)
     opt_state: optax.OptState
     env_state: gymnax.EnvState  # (N,)
@@ -175,6 +176,7 @@ def init_state(run):
     ]
     return TrainState(
         key=key,
+        bounds=jnp.max(jnp.abs(obs), axis=0),
         params=params,
         opt_state=optimizer(run).init(params),
         env_state=env_state,
@@ -182,19 +184,10 @@ def init_state(run):
     )
 
 
-def scaled(run, obs):
-    """An observation as a vector (D,), divided by the bounds that its space has."""
-    space = run.env.observation_space(run.env_params)
-    if isinstance(space, spaces.Box):
-        bounds = jnp.maximum(jnp.abs(space.low), jnp.abs(space.high))
-        obs = obs / jnp.where(bounds < 1e6, bounds, 1.0)  # gymnax writes 3.4e38 for no bound
-    return jnp.ravel(obs).astype(float)
-
-
-def q_values(run, params, obs):
+def q_values(bounds, params, obs):
     """Values (A,) of all actions in an observation of any shape."""
     *hidden, output = params
-    x = scaled(run, obs)
+    x = jnp.ravel(obs / jnp.where(bounds > 0, bounds, 1.0))  # (D,)
     for layer in hidden:
         x = x @ layer["w"] + layer["b"]  # (H,)
         x = x - jnp.mean(x)
@@ -214,7 +207,7 @@ def vector_step(run, state, _):
     key, key_step, key_uniform = jax.random.split(state.key, 3)
     step_keys = jax.random.split(key_step, run.num_envs)
     uniform = jax.random.uniform(key_uniform, (run.num_envs, 2))
-    q = jax.vmap(partial(q_values, run, state.params))(state.obs)  # (N, A)
+    q = jax.vmap(partial(q_values, state.bounds, state.params))(state.obs)  # (N, A)
     action = jax.vmap(partial(select_action, run.epsilon))(q, uniform)  # (N,)
     env_step = jax.vmap(partial(run.env.step, params=run.env_params))
     obs, env_state, reward, terminated, truncated, info = env_step(
@@ -232,12 +225,14 @@ def vector_step(run, state, _):
     ended = info["returned_episode"]
     returns = jnp.sum(info["returned_episode_returns"], where=ended)
     sums = {"returns": returns, "episodes": jnp.sum(ended)}
-    return state._replace(key=key, env_state=env_state, obs=obs), (transitions, sums)
+    bounds = jnp.maximum(state.bounds, jnp.max(jnp.abs(obs), axis=0))
+    state = state._replace(key=key, bounds=bounds, env_state=env_state, obs=obs)
+    return state, (transitions, sums)
 
 
-def lambda_returns(run, params, transitions):
+def lambda_returns(run, bounds, params, transitions):
     """Targets G (T,) of successive transitions (T,) of one environment."""
-    next_q = jax.vmap(partial(q_values, run, params))(transitions.next_obs)  # (T, A)
+    next_q = jax.vmap(partial(q_values, bounds, params))(transitions.next_obs)  # (T, A)
 
     def step(later, inputs):
         transition, next_value = inputs
@@ -251,11 +246,11 @@ def lambda_returns(run, params, transitions):
     return targets
 
 
-def td_loss(run, params, batch, targets):
+def td_loss(bounds, params, batch, targets):
     """Half the mean squared error of a minibatch. Also return what a progress line shows."""
 
     def value(obs, action):
-        return q_values(run, params, obs)[action]
+        return q_values(bounds, params, obs)[action]
 
     values = jax.vmap(value)(batch.obs, batch.action)
     errors = targets - values
@@ -268,14 +263,16 @@ def train_step(run, state, _):
     one_step = partial(vector_step, run)
     state, (transitions, sums) = jax.lax.scan(one_step, state, length=run.num_steps)  # (T, N)
     # The targets are computed outside of the loss, so no gradient flows through them.
-    returns = partial(lambda_returns, run, state.params)
+    returns = partial(lambda_returns, run, state.bounds, state.params)
     targets = jax.vmap(returns, in_axes=1, out_axes=1)(transitions)  # (T, N)
     data = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (transitions, targets))  # (B,)
+
+    loss = partial(td_loss, state.bounds)
 
     def update(learned, chosen):
         params, opt_state = learned
         minibatch = jax.tree.map(lambda x: x[chosen], data)
-        grad, metrics = jax.grad(partial(td_loss, run), has_aux=True)(params, *minibatch)
+        grad, metrics = jax.grad(loss, has_aux=True)(params, *minibatch)
         updates, opt_state = optimizer(run).update(grad, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), metrics
 
@@ -300,12 +297,12 @@ def train_interval(run, state):
     return state, {"returns": returns, "episodes": episodes, **means}
 
 
-def greedy_return(run, params, key):
+def greedy_return(run, bounds, params, key):
     """Undiscounted return of one greedy episode."""
 
     def step(carry, key):
         obs, env_state = carry
-        action = jnp.argmax(q_values(run, params, obs))
+        action = jnp.argmax(q_values(bounds, params, obs))
         obs, env_state, _, _, _, info = run.env.step(key, env_state, action, run.env_params)
         return (obs, env_state), info
 
@@ -323,9 +320,10 @@ def evaluate(run, state):
     # A key that training never uses, so you can evaluate at any time. (With 0, 1 or 2 in the place
     # of 999, it would be a key that `split` gives.)
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
-    returns = jax.vmap(partial(greedy_return, run, state.params))(keys)
+    returns = jax.vmap(partial(greedy_return, run, state.bounds, state.params))(keys)
     finite = jnp.isfinite(optax.tree.norm(state.params))
-    return {"greedy_return": jnp.where(finite, returns, jnp.nan), "params": state.params}
+    returns = jnp.where(finite, returns, jnp.nan)
+    return {"greedy_return": returns, "bounds": state.bounds, "params": state.params}
 
 
 def report(learned, rows):
