@@ -30,7 +30,7 @@ FLAGS += " --num-intervals 2 --learning-rate 0.02 --gamma 0.8 --tau 0.4 --start-
 
 
 def watch_losses(patch):
-    return watch(patch, dqn, "td_loss", "params batch targets")
+    return watch(patch, dqn, "td_loss", "bounds params batch targets")
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,12 @@ def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learni
     assert np.all(np.abs(seen.obs[1:][ended] - [0.15, 0, 0, 0]) <= 0.05)
 
 
+def test_observations_are_divided_by_their_largest_absolute_values_so_far(learning):
+    obs = np.abs([*learning.seen.obs, learning.last.obs])  # (81, 6, 4)
+    for t, update in enumerate(learning.updates):
+        equal(update.bounds, obs[: t + 2].max(axis=(0, 1)))
+
+
 def test_replayed_transitions_are_as_they_were_seen(learning):
     """Not later ones. Some of them are of earlier steps."""
     columns = [column.reshape(480, *column.shape[2:]) for column in learning.seen]
@@ -102,7 +108,7 @@ def test_targets_bootstrap_from_the_averaged_network_unless_the_next_state_is_te
     """After each update, it moves by tau = 0.4 towards the network that learns."""
     averaged = learning.target_params
     for update, after in zip(learning.updates, learning.after, strict=True):
-        next_value = forward(averaged, update.batch.next_obs).max(axis=1)
+        next_value = forward(update.bounds, averaged, update.batch.next_obs).max(axis=1)
         value = np.where(update.batch.terminated, 0, next_value)
         close(update.targets, update.batch.reward + 0.8 * value)
         averaged = jax.tree.map(lambda old, new: 0.6 * old + 0.4 * new, averaged, after)
@@ -112,12 +118,13 @@ def test_targets_bootstrap_from_the_averaged_network_unless_the_next_state_is_te
 
 
 def values_of(update):
-    return forward(update.params, update.batch.obs)[np.arange(10), update.batch.action]
+    q = forward(update.bounds, update.params, update.batch.obs)
+    return q[np.arange(10), update.batch.action]
 
 
-def expected_loss(params, batch, targets):
+def expected_loss(params, bounds, batch, targets):
     """Half the mean squared error of the values of the actions that were taken."""
-    values = forward(params, batch.obs)[np.arange(10), batch.action]
+    values = forward(bounds, params, batch.obs)[np.arange(10), batch.action]
     return ((targets - values) ** 2).mean() / 2
 
 
@@ -127,7 +134,7 @@ def test_each_update_is_a_step_of_adam_along_the_gradient_of_the_loss(learning):
     adam = optax.adam(lambda count: 0.02 * jnp.maximum(0, 1 - count / 79))
     moments, update_of = adam.init(learning.after[0]), jax.jit(adam.update)
     for update, params in zip(learning.updates, learning.after, strict=True):
-        loss, gradient = loss_and_slope(update.params, update.batch, update.targets)
+        loss, gradient = loss_and_slope(update.params, update.bounds, update.batch, update.targets)
         close(update.out[0], loss)
         step, moments = update_of(gradient, moments)
         jax.tree.map(partial(close, atol=2e-5), params, jax.tree.map(np.add, update.params, step))
@@ -155,8 +162,9 @@ def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learni
 
 
 def test_both_networks_start_with_the_same_parameters():
-    state = dqn.init_state(noise_run(dqn, "--num-envs 1 --buffer-size 3 --hidden-size 8"))
+    state = dqn.init_state(noise_run(dqn, "--num-envs 2 --buffer-size 3 --hidden-size 8"))
     jax.tree.map(equal, state.params, state.target_params)
+    equal(state.bounds, np.abs(state.obs).max(axis=0))
     assert [layer["w"].shape for layer in state.params] == [(4, 8), (8, 8), (8, 3)]
     assert all(layer["w"].all() for layer in state.params)
 
@@ -201,7 +209,7 @@ def test_without_exploration_each_action_has_the_highest_value_in_its_observatio
     state = dqn.init_state(run)
     params, target_params = random_params(2, state.params), random_params(3, state.params)
     state = state._replace(params=params, target_params=target_params)
-    best = np.argmax(forward(params, np.asarray(state.obs), bounds=1), axis=1)
+    best = np.argmax(forward(state.bounds, params, np.asarray(state.obs)), axis=1)
     assert len(np.unique(best)) > 1
     _, (transitions, _) = jit(dqn.vector_step, run)(state, 0.0)
     equal(transitions.action, best)

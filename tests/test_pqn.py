@@ -22,7 +22,6 @@ close, equal = (
     partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
     np.testing.assert_array_equal,
 )
-BOUNDS = [0.6, 1, np.deg2rad(24), 1]  # of the pole's observations; its speeds have none
 # An iteration has 7 steps of 6 environments, and 2 epochs of 3 minibatches with 14 transitions.
 # 930 steps are 23 iterations, which are rounded up to two intervals of 12. Most actions are random,
 # so that some poles stand until the time limit.
@@ -31,10 +30,10 @@ FLAGS += " --total-timesteps 930 --num-intervals 2 --learning-rate 0.02 --gamma 
 FLAGS += " --q-lambda 0.6 --epsilon 0.9"
 
 
-def forward(params, obs, bounds=BOUNDS):
+def forward(bounds, params, obs):
     """Values (B, A) of all actions in observations (B, D)."""
     *hidden, output = params
-    x = obs / np.array(bounds)
+    x = obs / bounds
     for layer in hidden:
         x = x @ layer["w"] + layer["b"]
         deviation = x - x.mean(axis=1, keepdims=True)
@@ -56,15 +55,17 @@ def learning():
     first = first._replace(params=random_params(0, first.params))
     with pytest.MonkeyPatch.context() as patch:
         steps = watch(patch, pqn, "vector_step")
-        updates = watch(patch, pqn, "td_loss", "params batch targets")
+        updates = watch(patch, pqn, "td_loss", "bounds params batch targets")
         last, lines = train(pqn, run, first)
+    seen = jax.tree.map(lambda *columns: np.stack(columns), *[step.out[1][0] for step in steps])
     return SimpleNamespace(
         run=run,
-        seen=jax.tree.map(lambda *columns: np.stack(columns), *[step.out[1][0] for step in steps]),
+        seen=seen,
+        last_obs=jax.device_get(last.obs),  # in which no step began
         updates=updates,
         # The parameters after each update: those before the next one.
         after=[update.params for update in updates[1:]] + [jax.device_get(last.params)],
-        old=[update.params for update in updates[::6] for _ in range(7)],  # of each vector step
+        old=[update for update in updates[::6] for _ in range(7)],  # the first after each step
         lines=lines,
     )
 
@@ -93,6 +94,13 @@ def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learni
     assert np.all(np.abs(seen.obs[1:][ended] - [0.15, 0, 0, 0]) <= 0.05)
 
 
+def test_observations_are_divided_by_their_largest_absolute_values_so_far(learning):
+    obs = np.abs([*learning.seen.obs, learning.last_obs])  # (169, 6, 4)
+    for i, update in enumerate(learning.updates):
+        steps = (i // 6 + 1) * 7
+        equal(update.bounds, obs[: steps + 1].max(axis=(0, 1)))
+
+
 def place_of_each_transition(learning):
     """For each update, the numbers (14,) of its transitions: of 1008, in the order of time."""
     obs = learning.seen.obs.reshape(1008, -1)
@@ -107,7 +115,10 @@ def test_targets_are_lambda_returns_up_to_the_end_of_the_episode_or_of_the_steps
     The values are those of the network with which the steps were made.
     """
     seen, expected = learning.seen, np.zeros((168, 6))
-    next_q = [forward(params, seen.next_obs[t]) for t, params in enumerate(learning.old)]
+    next_q = [
+        forward(update.bounds, update.params, seen.next_obs[t])
+        for t, update in enumerate(learning.old)
+    ]
     next_value = np.where(seen.terminated, 0, np.max(next_q, axis=2))
     ended = seen.terminated | seen.truncated
     for t, i in np.ndindex(168, 6):
@@ -139,9 +150,9 @@ def test_an_epoch_has_each_transition_of_its_iteration_once_in_an_order_of_its_o
             equal(column, expected.reshape(1008, *expected.shape[2:])[chosen])
 
 
-def expected_loss(params, batch, targets):
+def expected_loss(params, bounds, batch, targets):
     """Half the mean squared error of the values of the actions that were taken."""
-    values = forward(params, batch.obs)[np.arange(14), batch.action]
+    values = forward(bounds, params, batch.obs)[np.arange(14), batch.action]
     return ((targets - values) ** 2).mean() / 2
 
 
@@ -152,7 +163,7 @@ def test_each_update_is_a_step_of_radam_along_the_clipped_gradient_of_the_loss(l
     moments, update_of = radam.init(learning.after[0]), jax.jit(radam.update)
     norms = []
     for update, params in zip(learning.updates, learning.after, strict=True):
-        loss, gradient = loss_and_slope(update.params, update.batch, update.targets)
+        loss, gradient = loss_and_slope(update.params, update.bounds, update.batch, update.targets)
         close(update.out[0], loss)
         norms.append(np.sqrt(sum(np.sum(array**2) for array in jax.tree.leaves(gradient))))
         clipped = jax.tree.map(lambda array: array / max(1, norms[-1]), gradient)
@@ -163,7 +174,9 @@ def test_each_update_is_a_step_of_radam_along_the_clipped_gradient_of_the_loss(l
 
 def test_a_progress_line_shows_mean_errors_and_values_of_all_minibatches(learning):
     for line, updates in zip(learning.lines, halves(learning.updates), strict=True):
-        q = np.array([forward(update.params, update.batch.obs) for update in updates])
+        q = np.array(
+            [forward(update.bounds, update.params, update.batch.obs) for update in updates]
+        )
         actions = np.array([update.batch.action for update in updates])
         values = np.take_along_axis(q, actions[..., None], axis=2)[..., 0]
         close(line["q_value"], np.mean(values))
@@ -203,29 +216,21 @@ def test_without_exploration_each_action_has_the_highest_value_in_its_observatio
     run = noise_run(pqn, "--num-envs 500 --hidden-size 8 --epsilon 0")
     state = pqn.init_state(run)
     state = state._replace(params=random_params(1, state.params))
-    best = np.argmax(forward(state.params, np.asarray(state.obs), bounds=1), axis=1)
+    best = np.argmax(forward(state.bounds, state.params, np.asarray(state.obs)), axis=1)
     assert len(np.unique(best)) > 1
     equal(actions_of(state, run), best)
 
 
-# The bounds of observations, where they have any: the larger of both.
-SPACES = [
-    ("CartPole-v1", (4,), [4.8, 1, np.deg2rad(24), 1]),
-    ("MountainCar-v0", (2,), [1.2, 0.07]),
-    ("Pong-misc", (30, 40, 3), 2),  # a picture
-    ("FrozenLake-misc", (), 1),  # the number of a field
-]
-
-
-@pytest.mark.parametrize(("env_id", "shape", "bounds"), SPACES)
-def test_values_are_those_of_a_normalized_network_of_the_scaled_observation(env_id, shape, bounds):
-    run = one_run(pqn, f"--env-id {env_id} --num-envs 1 --hidden-size 8")
-    first = pqn.init_state(run)
-    assert first.obs.shape[1:] == shape
-    params = random_params(2, first.params)
-    obs = np.random.default_rng(3).integers(-4, 9, size=shape)
-    expected = forward(params, obs.reshape(1, -1), bounds)
-    close(pqn.q_values(run, params, jnp.array(obs)), expected[0], rtol=1e-3, atol=1e-3)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 2)])
+def test_values_are_those_of_a_normalized_network_of_the_scaled_observation(shape):
+    """Also of pictures. Where only 0 was seen so far, an observation stays as it is."""
+    rng, inputs = np.random.default_rng(2), int(np.prod(shape))
+    sizes = [(inputs, 8), (8, 8), (8, 4)]
+    params = [{"w": rng.normal(size=size), "b": rng.normal(size=size[1])} for size in sizes]
+    bounds, obs = rng.integers(0, 3, size=shape), rng.integers(-9, 9, size=shape)
+    divisor = np.where(bounds == 0, 1, bounds).reshape(-1)
+    expected = forward(divisor, params, obs.reshape(1, -1))[0]
+    close(pqn.q_values(jnp.array(bounds), params, jnp.array(obs)), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_network_starts_with_random_weights_of_known_size():
@@ -235,6 +240,7 @@ def test_a_network_starts_with_random_weights_of_known_size():
     for layer, inputs in zip(state.params, [2, 300, 300], strict=True):
         assert kstest(np.ravel(layer["w"]) * (inputs / 2) ** 0.5, norm.cdf).pvalue > 1e-5
         assert not layer["b"].any()
+    equal(state.bounds, np.abs(state.obs).max(axis=0))
     drawn = [np.ravel(layer["w"])[:600] for layer in [*state.params, *other.params]]
     assert np.all(np.abs(np.corrcoef(drawn) - np.eye(6)) < 5 / np.sqrt(600))
 
@@ -246,12 +252,12 @@ def test_the_returned_network_plays_in_gymnasium_as_it_was_evaluated(monkeypatch
     first, evaluate = pqn.init_state(run), jit(pqn.evaluate, run)
     for seed in range(10):
         resets.clear()
-        params = random_params(seed, first.params)
-        learned = jax.device_get(evaluate(first._replace(params=params)))
+        params, bounds = random_params(seed, first.params), jnp.array([2.0, 3, 4, 5])
+        learned = jax.device_get(evaluate(first._replace(params=params, bounds=bounds)))
         jax.effects_barrier()
 
-        def policy(t, obs, params=learned["params"]):
-            return np.argmax(forward(params, obs[None]))
+        def policy(t, obs, learned=learned):
+            return np.argmax(forward(learned["bounds"], learned["params"], obs[None]))
 
         returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
         close(np.sort(learned["greedy_return"]), np.sort(returns))
