@@ -23,7 +23,7 @@ RECIPES = ROOT / "tests" / "recipes"
 PARALLEL, REPLAY, DECAY = TRIO = ["parallel_td.py", "replay_td.py", "epsilon_decay_td.py"]
 GRID, REINFORCE, CAR = "gridworld_qlearning.py", "reinforce_parallel.py", "mountaincar_env.py"
 PPO, PQN, DQN = "ppo.py", "pqn.py", "dqn.py"
-NETWORKS = []  # those of these three that exist, in tests/recipes/
+NETWORKS = [PPO, PQN, DQN]  # in tests/recipes/
 LEARNERS = [*TRIO, GRID, REINFORCE, *NETWORKS]
 SCRIPTS = [*LEARNERS, CAR]
 
@@ -34,7 +34,7 @@ FRACTIONS = {
     DECAY: ["--gamma", "--start-e", "--end-e", "--epsilon-decay", "--tau"],
     GRID: ["--learning-rate", "--gamma", "--epsilon"],
     REINFORCE: ["--gamma"],
-    PPO: ["--gamma", "--gae-lambda"],
+    PPO: ["--gamma", "--gae-lambda", "--ent-coef"],
     PQN: ["--gamma", "--q-lambda", "--epsilon"],
     DQN: ["--gamma", "--start-e", "--end-e", "--epsilon-decay", "--tau"],
 }

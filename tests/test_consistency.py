@@ -14,8 +14,10 @@ import tomllib
 import pytest
 from conftest import (
     DECAY,
+    DQN,
     NETWORKS,
     PARALLEL,
+    PQN,
     REINFORCE,
     REPLAY,
     ROOT,
@@ -25,24 +27,36 @@ from conftest import (
 )
 
 RETURNS = [*TRIO, REINFORCE, *NETWORKS]  # what these show are returns
+STEPPING = [*TRIO, *NETWORKS]  # all environments are stepped in lockstep
+VALUES = [PQN, DQN]  # a network has values of actions
 
 # Name: the groups of scripts that agree, and why the groups differ. A script that is in no group
 # agrees with no other. No flag is here: two scripts of the trio never differ in a default.
 DIFFERENT = {
-    "AT_ONCE": ([[*TRIO, REINFORCE]], "agents of the grid world are fastest one by one"),
-    "COMPILER_OPTIONS": ([TRIO], "what is fast was measured for each"),
+    "AT_ONCE": ([RETURNS], "agents of the grid world are fastest one by one"),
+    "COMPILER_OPTIONS": ([STEPPING], "what is fast was measured for each"),
     "parse_args": ([], "each script has flags of its own"),
-    "make_env": ([TRIO], "returns are counted by LogWrapper, or REINFORCE's actions are bounded"),
+    "make_env": ([[*TRIO, *VALUES]], "REINFORCE's and PPO's actions may need bounds"),
     "setting_mean": ([RETURNS], "the grid world has steps of episodes, not returns"),
-    "main": ([TRIO], "REINFORCE has --gif and counts its steps, the grid world makes no env"),
+    "main": ([STEPPING], "REINFORCE has --gif and counts its steps, the grid world makes no env"),
+    "Transition": ([TRIO], "PPO keeps what its loss needs, PQN where time ran out, DQN pictures"),
     "TrainState": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
     "Step": ([], "REINFORCE keeps what its loss needs, the car what --save writes"),
     "init_state": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
-    "select_action": ([TRIO], "the grid world breaks ties at random: its table starts at 0"),
-    "vector_step": ([[PARALLEL, REPLAY]], "epsilon decays"),
+    "select_action": (
+        [[*TRIO, *VALUES]],
+        "the grid world breaks ties at random: its table starts at 0",
+    ),
+    "optimizer": ([[*TRIO, REINFORCE, DQN]], "PPO and PQN have several steps in an update"),
+    "q_values": ([TRIO, VALUES], "linear features or a network"),
+    "vector_step": ([[PARALLEL, REPLAY]], "epsilon decays; networks need other arrays of a step"),
+    "advantages": ([], "REINFORCE's have no critic"),
+    "td_target": ([TRIO], "a network has parameters, and bounds of observations"),
+    "td_loss": ([TRIO], "a network has parameters; the targets of PQN are no TD targets"),
+    "greedy_return": ([TRIO, VALUES], "weights, a network of values, or an actor choose"),
     "train_step": ([], "each method learns in another way"),
-    "train_interval": ([TRIO], "the grid world adds up, REINFORCE knows whole episodes"),
-    "evaluate": ([TRIO], "each method learns something else"),
+    "train_interval": ([STEPPING], "the grid world adds up, REINFORCE knows whole episodes"),
+    "evaluate": ([TRIO, VALUES], "each method learns something else"),
     "play": ([], "REINFORCE plays to learn, the car to roll out"),
     "report": ([RETURNS], "the grid world has no greedy returns"),
     "draw": ([RETURNS], "the grid world draws a table"),

@@ -11,10 +11,14 @@ import matplotlib.pyplot as plt
 import pytest
 from conftest import (
     CAR,
+    DQN,
     FRACTIONS,
     LEARNERS,
+    NETWORKS,
     PARALLEL,
     POSITIVE,
+    PPO,
+    PQN,
     REINFORCE,
     SCRIPTS,
     TRIO,
@@ -44,10 +48,15 @@ LIMITS = [
     (LEARNERS, "--num-intervals", "1 2e6 1073741824", "x 0 -1 0.5 nan inf 1073741825"),  # count
     (LEARNERS, "--gamma", "0 1", "x -0.1 1.1 nan"),  # fraction
     (TRIO, "--sigma", "1e-9 7", "x 0 -0.5 nan inf"),  # positive
-    ([*TRIO, REINFORCE], "--learning-rate", "1e-9 7", "0 -0.5"),
+    ([*TRIO, REINFORCE, *NETWORKS], "--learning-rate", "1e-9 7", "0 -0.5"),
     (LEARNERS, "--num-inter", "", "1"),  # an abbreviation
     ([CAR], "--num-episodes", "1 1e9", "0 0.5"),
-    (TRIO[1:], "--num-envs 16 --buffer-size", "16", "15"),  # a vector step must fit
+    ([*TRIO[1:], DQN], "--num-envs 16 --buffer-size", "16", "15"),  # a vector step must fit
+    ([PPO, PQN], "--num-envs 3 --num-steps 4 --num-minibatches", "1 6", "5 24"),  # of equal size
+    ([PPO], "--num-envs 3 --num-steps 4 --num-minibatches", "6", "12"),  # of two, at least
+    ([PQN, DQN], "--hidden-size", "2", "1"),  # one unit is normalized to 0
+    ([PQN, DQN], "--env-id", "Catch-bsuite", "Pendulum-v1 CartPole"),  # it is continuous
+    ([PPO], "--env-id", "Catch-bsuite Pendulum-v1", "CartPole"),
     ([REINFORCE], "--num-envs", "2", "1"),  # the baseline is a mean
     ([REINFORCE], "--sync truncation --num-envs", "2", "1"),
     ([REINFORCE], "--num-envs 2 --num-iterations", "1073741", "1073742"),  # 2**30 steps

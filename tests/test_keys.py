@@ -43,7 +43,12 @@ SMALL = {
     REINFORCE: "--num-intervals 1 --num-envs 4 --num-iterations 2 --hidden-size 8",
 }
 NETWORK = "--num-intervals 1 --num-envs 4 --total-timesteps 100 --hidden-size 8"
-SMALL |= dict.fromkeys(NETWORKS, NETWORK)
+EPOCHS = f"{NETWORK} --num-steps 5 --update-epochs 2 --num-minibatches 5"
+SMALL |= {
+    PPO: EPOCHS,
+    PQN: f"{EPOCHS} --epsilon 1",
+    DQN: f"{NETWORK} --start-e 1 --end-e 1 --buffer-size 5000",
+}
 # Of the linear learners, epsilon_decay_td.py does most: it also has a buffer and a schedule.
 DISTINCT = [DECAY, GRID, REINFORCE, *NETWORKS]
 
@@ -54,9 +59,9 @@ def small_run(name, flags="", run_of=pole_run, **values):
     return run_of(load(name), f"{SMALL[name]} {flags}", **values)
 
 
-def one_draw(run, centers, weights, key):
-    """Stand in for an episode."""
-    return jax.random.normal(key)
+def one_draw(*arguments):
+    """Stand in for an episode. The last argument is its key."""
+    return jax.random.normal(arguments[-1])
 
 
 @pytest.mark.parametrize("name", LEARNERS)
@@ -76,12 +81,20 @@ def test_no_key_is_used_twice_in_evaluation_and_in_the_training_after_it(name, m
     assert before != after  # the next interval has other keys
 
 
-def test_no_key_is_used_twice_in_an_episode_that_is_only_played():
-    run = small_run(REPLAY)
-    state = load(REPLAY).init_state(run)
+PLAYED = [(REPLAY, ["centers", "weights"]), (PPO, ["params"]), (PQN, ["bounds", "params"])]
+
+
+@pytest.mark.parametrize(("name", "learned"), PLAYED)
+def test_no_key_is_used_twice_in_a_greedy_episode(name, learned):
+    script, run = load(name), small_run(name)
+    state = script.init_state(run)
     with jax.debug_key_reuse(True):
-        greedy_return = jit(load(REPLAY).greedy_return, run)
-        greedy_return(state.centers, state.weights, jax.random.key(0))
+        greedy_return = jit(script.greedy_return, run)
+        greedy_return(*[getattr(state, part) for part in learned], jax.random.key(0))
+
+
+def test_no_key_is_used_twice_in_an_episode_of_the_car():
+    with jax.debug_key_reuse(True):
         jit(load(CAR).play, one_run(load(CAR)))(jax.random.key(0))
 
 
@@ -105,7 +118,7 @@ def noisy_run(name, num_envs, seed):
     return noise_run(load(name), flags, seed=seed, learning_rate=0.0)
 
 
-@pytest.mark.parametrize("name", [PARALLEL, DECAY, REINFORCE])
+@pytest.mark.parametrize("name", [PARALLEL, DECAY, REINFORCE, *NETWORKS])
 def test_environments_never_get_the_same_random_numbers_twice(name, monkeypatch):
     """Neither in other steps, environments, updates or runs, nor in evaluation."""
     script = load(name)
@@ -125,11 +138,12 @@ def test_environments_never_get_the_same_random_numbers_twice(name, monkeypatch)
     assert np.all(np.equal(returns, Noise.default_params.max_steps_in_episode))  # 1 in each step
 
 
-@pytest.mark.parametrize("name", [PARALLEL, DECAY, REINFORCE])
+@pytest.mark.parametrize("name", [PARALLEL, DECAY, REINFORCE, *NETWORKS])
 def test_actions_of_other_steps_updates_environments_and_runs_are_independent(name, monkeypatch):
-    script, p = load(name), [0.6, 0.2, 0.2]  # all values are equal, so the first action is best
+    script, p = load(name), [1 / 3] * 3
+    if name in (PARALLEL, DECAY):
+        p = [0.6, 0.2, 0.2]  # all values are equal, so the first action is best
     if name == REINFORCE:
-        p = [1 / 3] * 3
         records = watch(monkeypatch, script, "policy_loss", "params episodes advantage")
     else:
         records = watch(monkeypatch, script, "vector_step", "epsilon")
@@ -156,8 +170,8 @@ FIFTY = {  # updates, or blocks of the grid world
     DECAY: "--total-timesteps 200",
     REINFORCE: "--num-iterations 50",
     GRID: "--total-timesteps 49500",
-    PPO: "--total-timesteps 400 --num-steps 2",
-    PQN: "--total-timesteps 400 --num-steps 2",
+    PPO: "--total-timesteps 1000",
+    PQN: "--total-timesteps 1000",
     DQN: "--total-timesteps 200",
 }
 

@@ -29,7 +29,7 @@ COMMANDS = {
     "mountaincar_env.py": "--num-envs 3 --num-episodes 7",
 }
 # Names of scripts in recipes/ that learn with a network.
-NETWORKS = []
+NETWORKS = ["ppo.py", "pqn.py", "dqn.py"]
 COMMANDS |= dict.fromkeys(
     NETWORKS, "--total-timesteps 6000 --hidden-size 8 --eval-episodes 2 --plot curve.png"
 )

@@ -1,0 +1,225 @@
+"""dqn.py: what it does with the transitions that it saw, recomputed in NumPy.
+
+The fixture `learning` trains for two intervals on the pole of environments.py, whose episodes end
+both ways, and records every vector step and every update. Its network is that of pqn.py, and is
+tested there; the schedule of epsilon is that of epsilon_decay_td.py.
+"""
+
+import collections
+from functools import partial
+from types import SimpleNamespace
+
+import dqn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import halves, jit, train, watch
+from environments import LIMIT, noise_run, pole_run, step_in_gymnasium
+from test_pqn import forward, random_params
+
+close, equal = (
+    partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+    np.testing.assert_array_equal,
+)
+# An update follows each step of 6 environments. 470 steps are 79 updates, which are rounded up to
+# two intervals of 40. Most actions are random, so that some poles stand until the time limit.
+FLAGS = "--num-envs 6 --batch-size 10 --buffer-size 500 --hidden-size 8 --total-timesteps 470"
+FLAGS += " --num-intervals 2 --learning-rate 0.02 --gamma 0.8 --tau 0.4 --start-e 0.9 --end-e 0.8"
+
+
+def watch_losses(patch):
+    return watch(patch, dqn, "td_loss", "bounds params batch targets")
+
+
+@pytest.fixture(scope="module")
+def learning():
+    run = pole_run(dqn, FLAGS)
+    first = dqn.init_state(run)
+    # The target network starts elsewhere, so that it is not taken for the other one.
+    params, target_params = random_params(0, first.params), random_params(1, first.params)
+    first = first._replace(params=params, target_params=target_params)
+    with pytest.MonkeyPatch.context() as patch:
+        steps, updates = watch(patch, dqn, "vector_step"), watch_losses(patch)
+        last, lines = train(dqn, run, first)
+    return SimpleNamespace(
+        run=run,
+        seen=jax.tree.map(lambda *columns: np.stack(columns), *[step.out[1][0] for step in steps]),
+        updates=updates,
+        # The parameters after each update: those before the next one.
+        after=[update.params for update in updates[1:]] + [jax.device_get(last.params)],
+        target_params=jax.device_get(target_params),
+        last=last,
+        lines=lines,
+    )
+
+
+def test_steps_are_rounded_up_to_two_equal_intervals(learning):
+    """470 steps are 79 updates of six steps, so 80."""
+    assert learning.seen.reward.size == learning.run.interval_timesteps * 2 == 480
+    assert (len(learning.updates), len(learning.lines)) == (80, 2)
+    assert learning.last.timesteps == 480
+
+
+def ends(seen):
+    """Where an episode was as long as it may be: (80, 6)."""
+    out_of_time, length = np.zeros((80, 6), bool), np.zeros(6, int)
+    for t in range(80):
+        length += 1
+        out_of_time[t] = length == LIMIT
+        length[out_of_time[t] | seen.terminated[t]] = 0
+    return out_of_time
+
+
+def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learning):
+    """Also at the time limit, where the next episode has begun already."""
+    seen = learning.seen
+    for t, i in np.ndindex(80, 6):
+        expected, fell = step_in_gymnasium(seen.obs[t, i], seen.action[t, i])
+        close(seen.next_obs[t, i], expected)
+        assert seen.terminated[t, i] == fell
+    equal(seen.reward, 2 - 3 * seen.action)
+    ended = (seen.terminated | ends(seen))[:-1]
+    equal(seen.obs[1:][~ended], seen.next_obs[:-1][~ended])
+    # A new episode starts near the middle of the right half of the track.
+    assert np.all(np.abs(seen.obs[1:][ended] - [0.15, 0, 0, 0]) <= 0.05)
+
+
+def test_observations_are_divided_by_their_largest_absolute_values_so_far(learning):
+    obs = np.abs([*learning.seen.obs, learning.last.obs])  # (81, 6, 4)
+    for t, update in enumerate(learning.updates):
+        equal(update.bounds, obs[: t + 2].max(axis=(0, 1)))
+
+
+def test_replayed_transitions_are_as_they_were_seen(learning):
+    """Not later ones. Some of them are of earlier steps."""
+    columns = [column.reshape(480, *column.shape[2:]) for column in learning.seen]
+    number = {obs.tobytes(): i for i, obs in enumerate(columns[0])}
+    for t, update in enumerate(learning.updates):
+        chosen = np.array([number[obs.tobytes()] for obs in update.batch.obs])
+        assert chosen.max() < 6 * (t + 1)
+        for column, expected in zip(update.batch, columns, strict=True):
+            equal(column, expected[chosen])
+    assert chosen.min() < 240
+
+
+def test_targets_bootstrap_from_the_averaged_network_unless_the_next_state_is_terminal(learning):
+    """After each update, it moves by tau = 0.4 towards the network that learns."""
+    averaged = learning.target_params
+    for update, after in zip(learning.updates, learning.after, strict=True):
+        next_value = forward(update.bounds, averaged, update.batch.next_obs).max(axis=1)
+        value = np.where(update.batch.terminated, 0, next_value)
+        close(update.targets, update.batch.reward + 0.8 * value)
+        averaged = jax.tree.map(lambda old, new: 0.6 * old + 0.4 * new, averaged, after)
+    jax.tree.map(close, learning.last.target_params, averaged)
+    out_of_time = ends(learning.seen)
+    assert out_of_time.any() and learning.seen.terminated[~out_of_time].any()  # both ends
+
+
+def values_of(update):
+    q = forward(update.bounds, update.params, update.batch.obs)
+    return q[np.arange(10), update.batch.action]
+
+
+def expected_loss(params, bounds, batch, targets):
+    """Half the mean squared error of the values of the actions that were taken."""
+    values = forward(bounds, params, batch.obs)[np.arange(10), batch.action]
+    return ((targets - values) ** 2).mean() / 2
+
+
+def test_each_update_is_a_step_of_adam_along_the_gradient_of_the_loss(learning):
+    """By all parameters. Its size falls to 0 in the 79 updates that were asked for."""
+    loss_and_slope = jax.jit(jax.value_and_grad(expected_loss))
+    adam = optax.adam(lambda count: 0.02 * jnp.maximum(0, 1 - count / 79))
+    moments, update_of = adam.init(learning.after[0]), jax.jit(adam.update)
+    for update, params in zip(learning.updates, learning.after, strict=True):
+        loss, gradient = loss_and_slope(update.params, update.bounds, update.batch, update.targets)
+        close(update.out[0], loss)
+        step, moments = update_of(gradient, moments)
+        jax.tree.map(partial(close, atol=2e-5), params, jax.tree.map(np.add, update.params, step))
+
+
+def test_a_progress_line_shows_mean_errors_and_values(learning):
+    for line, updates in zip(learning.lines, halves(learning.updates), strict=True):
+        values = np.array([values_of(update) for update in updates])
+        close(line["q_value"], np.mean(values))
+        errors = [update.targets for update in updates] - values
+        close(line["td_error"], np.mean(np.abs(errors)))
+
+
+def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learning):
+    seen, total = learning.seen, np.zeros(6)
+    steps = [*zip(seen.reward, seen.terminated | ends(seen), strict=True)]
+    for line, half in zip(learning.lines, halves(steps), strict=True):
+        returns = []
+        for reward, ended in half:
+            total += reward
+            returns += total[ended].tolist()
+            total[ended] = 0
+        close(line["returns"], np.mean(returns))
+        assert line["episodes"] == len(returns)
+
+
+def test_both_networks_start_with_the_same_parameters():
+    state = dqn.init_state(noise_run(dqn, "--num-envs 2 --buffer-size 3 --hidden-size 8"))
+    jax.tree.map(equal, state.params, state.target_params)
+    equal(state.bounds, np.abs(state.obs).max(axis=0))
+    assert [layer["w"].shape for layer in state.params] == [(4, 8), (8, 8), (8, 3)]
+    assert all(layer["w"].all() for layer in state.params)
+
+
+def test_batches_are_drawn_evenly_from_the_last_ten_transitions(monkeypatch):
+    """Four transitions a step: after three steps, the oldest ones are overwritten."""
+    updates = watch_losses(monkeypatch)
+    run = noise_run(dqn, "--num-envs 4 --buffer-size 10 --batch-size 20000 --hidden-size 2")
+    state, train_step = dqn.init_state(run), jit(dqn.train_step, run)
+    began = []  # the observations in which the transitions so far began, which no two share
+    for _ in range(7):
+        began += [obs.tobytes() for obs in np.asarray(state.obs)]
+        state, _ = train_step(state, None)
+        jax.effects_barrier()
+        times = collections.Counter(obs.tobytes() for obs in updates[-1].batch.obs)
+        assert times.keys() == set(began[-10:])
+        expected = 20000 / len(times)
+        assert all(abs(number - expected) < 5 * expected**0.5 for number in times.values())
+
+
+def test_actions_are_random_with_a_probability_that_falls_in_each_vector_step(monkeypatch):
+    """Of three actions, the second is best. The others are taken in a third of random steps."""
+    flags = "--num-envs 6000 --hidden-size 2 --start-e 0.8 --end-e 0.15 --epsilon-decay 0.5"
+    run = noise_run(dqn, flags, learning_rate=0.0)
+    steps = watch(monkeypatch, dqn, "vector_step")
+    state, train_step = dqn.init_state(run), jit(dqn.train_step, run)
+    output = {"w": jnp.zeros((2, 3)), "b": jnp.array([0.0, 1.0, 0.0])}
+    state = state._replace(params=[*state.params[:2], output])  # not those of the targets
+    for epsilon in (0.8, 0.4, 0.2, 0.15):
+        state, (metrics, _) = train_step(state, None)
+        jax.effects_barrier()
+        transitions = steps[-1].out[1][0]
+        for worse in (0, 2):
+            taken, expected = np.sum(transitions.action == worse), 2000 * epsilon
+            assert abs(taken - expected) < 5 * np.sqrt(expected)
+        close(metrics["epsilon"], epsilon)
+
+
+def test_without_exploration_each_action_has_the_highest_value_in_its_observation():
+    """Of the network that learns, not of the averaged one."""
+    run = noise_run(dqn, "--num-envs 500 --hidden-size 8")
+    state = dqn.init_state(run)
+    params, target_params = random_params(2, state.params), random_params(3, state.params)
+    state = state._replace(params=params, target_params=target_params)
+    best = np.argmax(forward(state.bounds, params, np.asarray(state.obs)), axis=1)
+    assert len(np.unique(best)) > 1
+    _, (transitions, _) = jit(dqn.vector_step, run)(state, 0.0)
+    equal(transitions.action, best)
+
+
+def test_the_network_that_learns_is_evaluated_and_returned():
+    """Not the averaged one, whose parameters are nan here. Each of five steps pays 1."""
+    run = noise_run(dqn, "--hidden-size 2 --eval-episodes 2")
+    state, evaluate = dqn.init_state(run), jit(dqn.evaluate, run)
+    nowhere = jax.tree.map(lambda array: array * jnp.nan, state.params)
+    learned = evaluate(state._replace(target_params=nowhere))
+    assert learned["greedy_return"].tolist() == [5, 5]
+    jax.tree.map(equal, learned["params"], state.params)
