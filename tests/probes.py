@@ -165,6 +165,8 @@ class Coin(Constant):
     If not, each of 8 environments has the same reward for ever, and their mean is k / 8.
     """
 
+    num_actions = 1
+
     def step_env(self, key, state, action, params):
         obs, state, _, terminated, info = super().step_env(key, state, action, params)
         return obs, state, 1.0 * jax.random.bernoulli(key, 7 / 16), terminated, info
@@ -209,7 +211,7 @@ VALUES = {
     Memory: {0: (-GAMMA, GAMMA), -1: (-1, -1), 1: (1, 1)},
     Endless: {0: (1, 1), 1: (2, 2)},  # 2 = 1 / (1 - GAMMA)
     Lengths: {-1: (1, 1), 0: (1.5, 1.5), 1: (1.75, 1.75)},
-    Coin: {0: (7 / 16, 7 / 16)},
+    Coin: {0: (7 / 16,)},
     Apart: {-1: (2, 1.8, 1.6, 1.4, 1.2), 1: (1.2, 1.4, 1.6, 1.8, 2)},  # a reward, and GAMMA * 2
 }
 

@@ -21,10 +21,11 @@ HARD = [Best, Match, Memory, Endless, Lengths, Apart]
 
 
 def pytest_generate_tests(metafunc):
-    """Try the file that the command names, or three scripts."""
-    if "attempt" not in metafunc.fixturenames:
-        return
+    """Try the file that the command names, or three scripts and all mistakes."""
     own = metafunc.config.getoption("script")
+    if "mistake" in metafunc.fixturenames:
+        metafunc.parametrize("mistake", [] if own else MISTAKES)
+        return
     scripts = {name: load(name) for name in [GRID, DECAY, REINFORCE]}
     if own:
         scripts = {own: probes.import_file(metafunc.config.invocation_params.dir / own)}
@@ -95,10 +96,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_probe_finds(mistake, request, tmp_path):
-    if request.config.getoption("script"):
-        pytest.skip("only the file of the command is tried")
+def test_a_probe_finds(mistake, tmp_path):
     script, probe, right, wrong = MISTAKES[mistake]
     copy = with_mistake(ROOT / script, right, wrong, tmp_path)
     [attempt] = [attempt for attempt, of in probes.attempts_of(copy) if of is probe]
