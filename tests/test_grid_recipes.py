@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit, one_run
+from conftest import GRID, jit, load, one_run
+from probes import Cliff, Corridor, tabulate
 from test_recipes import changed
 
 RIGHT, DOWN, LEFT, UP = range(4)
@@ -47,6 +48,27 @@ def test_sarsa_learns_the_value_of_the_action_that_it_takes_next():
     state = play(script, run, [DOWN], q_table=UPWARDS, action=jnp.array(UP))  # up, and then down
     assert (state.cell.tolist(), state.action) == ([0, 2], DOWN)
     assert state.q_table[1, 2, UP] == pytest.approx(5.0 + 0.5 * (0.9 * 2.0 - 5.0))
+
+
+SOLUTIONS = {
+    "expected_sarsa": (Cliff, "", True),
+    "sarsa": (Cliff, "", True),
+    "monte_carlo": (Corridor, "", True),
+    "dyna_q": (Cliff, "--planning-steps 1 --total-timesteps 10000", False),
+    "eligibility_traces": (Cliff, "", False),
+    "slippery_moves": (Corridor, "--slip 0.4", False),
+}
+
+
+@pytest.mark.parametrize("recipe", SOLUTIONS)
+def test_a_solution_finds_the_values_of_a_probe(recipe):
+    probe, flags, on_policy = SOLUTIONS[recipe]
+    tabulate(changed(recipe), probe, flags, on_policy=on_policy)
+
+
+def test_a_probe_says_that_exploration_was_left_out_of_an_expected_target():
+    with pytest.raises(AssertionError, match="random actions do not count"):
+        tabulate(load(GRID), Corridor, on_policy=True)
 
 
 def exact_return(table, epsilon):

@@ -1,228 +1,104 @@
-"""Probe environments: a few lines each, with values known by hand, learned in a second.
+"""Learners solve the probes of probes.py, and copies with a planted mistake do not.
 
-They are the first thing to try on a changed learner (Jones, "Debugging RL, without the agonizing
-pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
-look: at the loss, features, discount, maximum over next actions, actions, or the time limit.
-
-    python -m pytest -q tests/test_probes.py                          # two scripts, hard probes
-    python -m pytest -q tests/test_probes.py --script my_copy.py      # a changed copy of one
+    python -m pytest -q tests/test_probes.py                          # three scripts, hard probes
+    python -m pytest -q tests/test_probes.py --script my_copy.py      # a changed copy of a learner
     python -m pytest -q tests/test_probes.py --script my_copy.py --flags "--my-flag 3"
+    python -m pytest -q tests/test_probes.py --script my_copy.py --on-policy    # a SARSA in tables
 
-The path is relative to the folder in which the command is called. `make_env` of the copy gets the
-probe from gymnax.make. Then `init_state`, `train_interval` and `evaluate` are called. A copy that
-has `q_values` is compared with values of actions. Any other one is taken for a REINFORCE, whose
-greedy actions must be best. If it has `state_value(params, obs)`, these values are compared, too.
+The path is relative to the folder in which the command is called. A copy whose state has a
+`q_table` is taken for a grid world, and its functions `start` and `env_step` are replaced. In any
+other copy, `make_env` gets the probe from gymnax.make. If it has `q_values`, these are compared
+with values of actions, else its greedy actions must be best. If it has `state_value(params, obs)`,
+these values are compared, too.
 """
 
-import importlib.util
+import probes
+import pytest
+from conftest import DECAY, GRID, PARALLEL, REINFORCE, REPLAY, ROOT, load
+from probes import Apart, Bandit, Best, Cliff, Coin, Corridor, Endless, Lengths, Match, Memory
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from conftest import DECAY, REINFORCE, jit, load
-from environments import run_in
-from flax import struct
-from gymnax.environments import environment, spaces
-
-GAMMA = 0.5
-FLAGS = "--num-intervals 1 --gamma 0.5 --num-envs 8"
-REINFORCE_FLAGS = (
-    f"{FLAGS} --num-iterations 60 --learning-rate 0.1 --hidden-size 8 --eval-episodes 20"
-)
-TD_FLAGS = f"{FLAGS} --total-timesteps 8000 --learning-rate 0.02"
-
-
-@struct.dataclass
-class State(environment.EnvState):
-    """The base class adds `time`, the steps so far."""
-
-    light: jax.Array  # -1 or 1 at random from the start on
-    choice: jax.Array  # the first action: 0 before it, then -1 or 1
-
-
-class Constant(environment.Environment):
-    """One step, one observation, a reward of 1. Does the learner find the mean of its targets?"""
-
-    num_actions = 2
-    num_steps = 1
-    default_params = environment.EnvParams(max_steps_in_episode=10)  # never reached
-
-    def reset_env(self, key, params):
-        light = jnp.where(jax.random.bernoulli(key), 1.0, -1.0)
-        state = State(time=jnp.array(0), light=light, choice=jnp.array(0.0))
-        return self.see(state), state
-
-    def step_env(self, key, state, action, params):
-        reward = self.reward(state, action)
-        choice = jnp.where(state.time == 0, 2.0 * action - 1, state.choice)
-        state = State(time=state.time + 1, light=state.light, choice=choice)
-        terminated = state.time >= self.num_steps
-        return self.see(state), state, reward, terminated, {}
-
-    def see(self, state):
-        return jnp.zeros(1)
-
-    def reward(self, state, action):
-        return jnp.array(1.0)
-
-    def action_space(self, params):
-        return spaces.Discrete(self.num_actions)
-
-    def observation_space(self, params):
-        return spaces.Box(-1.0, 1.0, (1,))
-
-
-class Light(Constant):
-    """The reward is what is seen, 1 or -1. Do values depend on the observation?"""
-
-    def see(self, state):
-        return state.light[None]
-
-    def reward(self, state, action):
-        return state.light
-
-
-class Later(Constant):
-    """The reward comes in the second step. Is it discounted exactly once?"""
-
-    num_steps = 2
-
-    def see(self, state):
-        return jnp.array([state.time], float)
-
-    def reward(self, state, action):
-        return jnp.where(state.time == 1, 1.0, 0.0)
-
-
-class Best(Later):
-    """The last of three actions pays most. Does the value count on the best action that follows?"""
-
-    num_actions = 3
-
-    def reward(self, state, action):
-        return jnp.where(state.time == 1, action / 2, 0.0)
-
-
-class Choice(Constant):
-    """Three actions have rewards of -1, 0 and 1. Do values depend on the action?"""
-
-    num_actions = 3
-
-    def reward(self, state, action):
-        return action - 1.0
-
-
-class Match(Light):
-    """The reward is 1 if the action fits what is seen, else -1. Does the policy depend on it?"""
-
-    def reward(self, state, action):
-        return (2.0 * action - 1) * state.light
-
-
-class Memory(Later):
-    """The second step pays for the first action. Is a reward credited to the action before?"""
-
-    def see(self, state):
-        return state.choice[None]
-
-    def reward(self, state, action):
-        return state.choice
-
-
-class Endless(Constant):
-    """A reward of 1 in all steps but the first, cut off by a time limit. Does what follows count?
-
-    Not the next episode, whose first observation is another one.
-    """
-
-    num_steps = 1000
-    default_params = environment.EnvParams(max_steps_in_episode=3)
-
-    def see(self, state):
-        return jnp.array([state.time > 0], float)
-
-    def reward(self, state, action):
-        return jnp.where(state.time > 0, 1.0, 0.0)
-
-
-class Aim(Light):
-    """Actions are real: the reward is 1 at the bound that is seen. Is the whole range reached?"""
-
-    def step_env(self, key, state, action, params):
-        return super().step_env(key, state, action[0], params)
-
-    def reward(self, state, action):
-        return 1 - jnp.abs(action - jnp.where(state.light > 0, 3.0, -1.0))
-
-    def action_space(self, params):
-        return spaces.Box(-1.0, 3.0, (1,))
-
-
-# The values of all actions in some observations.
-VALUES = {
-    Constant: {0: (1, 1)},
-    Light: {-1: (-1, -1), 1: (1, 1)},
-    Later: {0: (GAMMA, GAMMA), 1: (1, 1)},
-    Best: {0: (GAMMA, GAMMA, GAMMA), 1: (0, 0.5, 1)},
-    Choice: {0: (-1, 0, 1)},
-    Match: {-1: (1, -1), 1: (-1, 1)},
-    Memory: {0: (-GAMMA, GAMMA), -1: (-1, -1), 1: (1, 1)},
-    Endless: {0: (1, 1), 1: (2, 2)},  # 2 = 1 / (1 - GAMMA)
-}
-
-
-def learn(script, probe, flags=""):
-    """Train a linear learner on a probe, and compare what it learned with the values above."""
-    script.OBS_SCALE["probe"] = [1.0]
-    env, flags = probe(), f"{TD_FLAGS} {flags}"
-    run = run_in(env, env.default_params, script, flags, env_id="probe")
-    state, _ = jit(script.train_interval, run)(script.init_state(run))
-    learned = [state.centers, state.weights] if hasattr(state, "centers") else [state.weights]
-    values = [script.q_values(run, *learned, jnp.array([x], float)) for x in VALUES[probe]]
-    # Their values differ by 0.5 and more; features overlap, so learned ones are near, not equal.
-    np.testing.assert_allclose(values, [*VALUES[probe].values()], atol=0.05)
-
-
-def play(script, probe, flags=""):
-    """Train REINFORCE on a probe, and see whether its greedy actions are the best ones."""
-    run = run_in(probe(), probe.default_params, script, f"{REINFORCE_FLAGS} {flags}")
-    state, _ = jit(script.train_interval, run)(script.init_state(run))
-    assert jit(script.evaluate, run)(state)["greedy_return"].tolist() == [1.0] * 20
-
-
-def criticize(script, probe, flags=""):
-    """Train an actor-critic on a probe whose actions change nothing, and compare its values."""
-    flags = f"{REINFORCE_FLAGS} --num-iterations 2000 --learning-rate 0.01 {flags}"
-    run = run_in(probe(), probe.default_params, script, flags)
-    state, _ = jit(script.train_interval, run)(script.init_state(run))
-    values = [script.state_value(state.params, jnp.array([x], float)) for x in VALUES[probe]]
-    expected = [of_actions[0] for of_actions in VALUES[probe].values()]
-    np.testing.assert_allclose(values, expected, atol=0.1)
+HARD = [Best, Match, Memory, Endless, Lengths, Apart]
 
 
 def pytest_generate_tests(metafunc):
-    """REINFORCE learns no values, so it is only tried where actions matter."""
+    """Try the file that the command names, or three scripts and all mistakes."""
     own = metafunc.config.getoption("script")
-    scripts = {name: load(name) for name in [DECAY, REINFORCE]}
+    if "mistake" in metafunc.fixturenames:
+        metafunc.parametrize("mistake", [] if own else MISTAKES)
+        return
+    scripts = {name: load(name) for name in [GRID, DECAY, REINFORCE]}
     if own:
-        path = metafunc.config.invocation_params.dir / own
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        scripts = {own: importlib.util.module_from_spec(spec)}
-        spec.loader.exec_module(scripts[own])
-    cases, names = [], []
+        scripts = {own: probes.import_file(metafunc.config.invocation_params.dir / own)}
+    cases = []
     for name, script in scripts.items():
-        if hasattr(script, "q_values"):
-            probes = VALUES if own else (Best, Match, Memory, Endless)  # the hard ones
-            attempts = [(learn, probe) for probe in probes]
-        else:
-            attempts = [(play, probe) for probe in (Choice, Match, Memory, Aim)]
-        if hasattr(script, "state_value"):
-            attempts += [(criticize, probe) for probe in (Constant, Light, Later, Endless)]
-        for attempt, probe in attempts:
-            cases.append((attempt, script, probe))
-            names.append(f"{name}-{probe.__name__}")
-    metafunc.parametrize(("attempt", "script", "probe"), cases, ids=names)
+        for attempt, probe in probes.attempts_of(script):
+            if own or attempt is not probes.learn or probe in HARD:
+                cases.append(pytest.param(attempt, script, probe, id=f"{name}-{probe.__name__}"))
+    metafunc.parametrize(("attempt", "script", "probe"), cases)
 
 
 def test_a_learner_solves_the_probe(attempt, script, probe, request):
-    attempt(script, probe, request.config.getoption("flags"))
+    flags, on_policy = map(request.config.getoption, ["flags", "on_policy"])
+    attempt(script, probe, flags, **({"on_policy": True} if on_policy else {}))
+
+
+def with_mistake(path, right, wrong, folder):
+    """Import a copy of a script in which one text is replaced."""
+    text = path.read_text()
+    assert text.count(right) == 1
+    copy = folder / path.name
+    copy.write_text(text.replace(right, wrong))
+    return probes.import_file(copy)
+
+
+MAXIMUM = "jnp.where(terminated, 0.0, jnp.max(state.q_table[*next_cell]))"
+NEXT_START = "jnp.max(state.q_table[*jnp.where(terminated, start(run), next_cell)])"
+BATCH = "key, key_batch = jax.random.split(state.key)"
+ACTIONS = "uniform = jax.random.uniform(key_uniform,"
+STEPS = "step_keys = jax.random.split(key_step,"
+RESET = "keys = jax.random.split(key_reset, run.num_envs)"
+ENDS = "        terminated=terminated,\n"
+MISTAKES = {
+    "no discount": (GRID, Corridor, "+ run.gamma * next_value", "+ next_value"),
+    "a value beyond the end": (GRID, Bandit, MAXIMUM, NEXT_START),
+    "a wrong next action": (GRID, Cliff, MAXIMUM, "state.q_table[*next_cell][action]"),
+    "random actions count": (GRID, Corridor, MAXIMUM, "jnp.mean(state.q_table[*next_cell])"),
+    "one key for all batches": (
+        REPLAY,
+        Apart,
+        BATCH,
+        "key, key_batch = state.key, jax.random.key(0)",
+    ),
+    "one key for all actions": (
+        PARALLEL,
+        Apart,
+        ACTIONS,
+        ACTIONS.replace("key_uniform", "jax.random.key(0)"),
+    ),
+    "one key for all steps": (
+        PARALLEL,
+        Coin,
+        STEPS,
+        STEPS.replace("key_step", "jax.random.key(0)"),
+    ),
+    "one key for all environments": (
+        PARALLEL,
+        Apart,
+        RESET,
+        "keys = jnp.repeat(key_reset[None], run.num_envs)",
+    ),
+    "the end of another environment": (
+        PARALLEL,
+        Lengths,
+        ENDS,
+        ENDS.replace("=t", "=jnp.roll(t").replace(",", ", 1),"),
+    ),
+}
+
+
+def test_a_probe_finds(mistake, tmp_path):
+    script, probe, right, wrong = MISTAKES[mistake]
+    copy = with_mistake(ROOT / script, right, wrong, tmp_path)
+    [attempt] = [attempt for attempt, of in probes.attempts_of(copy) if of is probe]
+    with pytest.raises(AssertionError):
+        attempt(copy, probe)

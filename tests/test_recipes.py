@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import probes
 import pytest
-import test_probes
 from conftest import DECAY, GRID, LEARNERS, PARALLEL, REINFORCE, REPLAY, ROOT, jit, one_run, watch
 from environments import Noise
 from test_td import features
@@ -142,9 +142,9 @@ def test_a_changed_script_runs(names, monkeypatch, tmp_path):
     assert len(np.load("x.npz")["curves.timesteps"]) == 2
 
 
-@pytest.mark.parametrize("probe", [test_probes.Memory, test_probes.Endless])
+@pytest.mark.parametrize("probe", [probes.Memory, probes.Endless])
 def test_targets_of_three_steps_find_the_values_of(probe):
-    test_probes.learn(changed("n_step_returns"), probe, "--n-step 3 --num-steps 5")
+    probes.learn(changed("n_step_returns"), probe, "--n-step 3 --num-steps 5")
 
 
 def test_a_return_of_three_steps_ends_with_its_episode():

@@ -1,0 +1,381 @@
+"""Probes: tiny tasks whose values are known, learned in seconds, and how to try a learner on them.
+
+They are the first thing to try on a changed learner (Jones, "Debugging RL, without the agonizing
+pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
+look. The environments are for the TD scripts and REINFORCE, the grids for the grid world.
+
+`learn`, `play`, `criticize` and `tabulate` try one learner on one probe. They call the script's
+`init_state`, `train_interval` and `evaluate`.
+"""
+
+import importlib.util
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import jit, one_run
+from environments import run_in
+from flax import struct
+from gymnax.environments import environment, spaces
+
+GAMMA = 0.5
+FLAGS = "--num-intervals 1 --gamma 0.5 --num-envs 8"
+REINFORCE_FLAGS = (
+    f"{FLAGS} --num-iterations 60 --learning-rate 0.1 --hidden-size 8 --eval-episodes 20"
+)
+
+
+@struct.dataclass
+class State(environment.EnvState):
+    """The base class adds `time`, the steps so far."""
+
+    light: jax.Array  # -1 or 1 at random from the start on
+    choice: jax.Array  # the first action: 0 before it, then -1 or 1
+
+
+class Constant(environment.Environment):
+    """One step, one observation, a reward of 1. Does the learner find the mean of its targets?"""
+
+    num_actions = 2
+    num_steps = 1
+    default_params = environment.EnvParams(max_steps_in_episode=10)  # never reached
+
+    def reset_env(self, key, params):
+        light = jnp.where(jax.random.bernoulli(key), 1.0, -1.0)
+        state = State(time=jnp.array(0), light=light, choice=jnp.array(0.0))
+        return self.see(state), state
+
+    def step_env(self, key, state, action, params):
+        reward = self.reward(state, action)
+        choice = jnp.where(state.time == 0, 2.0 * action - 1, state.choice)
+        state = State(time=state.time + 1, light=state.light, choice=choice)
+        terminated = state.time >= self.num_steps
+        return self.see(state), state, reward, terminated, {}
+
+    def see(self, state):
+        return jnp.zeros(1)
+
+    def reward(self, state, action):
+        return jnp.array(1.0)
+
+    def action_space(self, params):
+        return spaces.Discrete(self.num_actions)
+
+    def observation_space(self, params):
+        return spaces.Box(-1.0, 1.0, (1,))
+
+
+class Light(Constant):
+    """The reward is what is seen, 1 or -1. Do values depend on the observation?"""
+
+    def see(self, state):
+        return state.light[None]
+
+    def reward(self, state, action):
+        return state.light
+
+
+class Later(Constant):
+    """The reward comes in the second step. Is it discounted exactly once?"""
+
+    num_steps = 2
+
+    def see(self, state):
+        return jnp.array([state.time], float)
+
+    def reward(self, state, action):
+        return jnp.where(state.time == 1, 1.0, 0.0)
+
+
+class Best(Later):
+    """The last of three actions pays most. Does the value count on the best action that follows?"""
+
+    num_actions = 3
+
+    def reward(self, state, action):
+        return jnp.where(state.time == 1, action / 2, 0.0)
+
+
+class Choice(Constant):
+    """Three actions have rewards of -1, 0 and 1. Do values depend on the action?"""
+
+    num_actions = 3
+
+    def reward(self, state, action):
+        return action - 1.0
+
+
+class Match(Light):
+    """The reward is 1 if the action fits what is seen, else -1. Does the policy depend on it?"""
+
+    def reward(self, state, action):
+        return (2.0 * action - 1) * state.light
+
+
+class Memory(Later):
+    """The second step pays for the first action. Is a reward credited to the action before?"""
+
+    def see(self, state):
+        return state.choice[None]
+
+    def reward(self, state, action):
+        return state.choice
+
+
+class Endless(Constant):
+    """A reward of 1 in all steps but the first, cut off by a time limit. Does what follows count?
+
+    Not the next episode, whose first observation is another one.
+    """
+
+    num_steps = 1000
+    default_params = environment.EnvParams(max_steps_in_episode=3)
+
+    def see(self, state):
+        return jnp.array([state.time > 0], float)
+
+    def reward(self, state, action):
+        return jnp.where(state.time > 0, 1.0, 0.0)
+
+
+class Lengths(Constant):
+    """It ends after one, two or three steps, at random. Does each environment have its own end?
+
+    What is seen says how many steps are left.
+    """
+
+    def reset_env(self, key, params):
+        left = jax.random.randint(key, (), 1, 4).astype(float)
+        state = State(time=jnp.array(0), light=left, choice=jnp.array(0.0))
+        return self.see(state), state
+
+    def step_env(self, key, state, action, params):
+        state = State(time=state.time + 1, light=state.light - 1, choice=state.choice)
+        return self.see(state), state, jnp.array(1.0), state.light == 0, {}
+
+    def see(self, state):
+        return state.light[None] - 2
+
+
+class Coin(Constant):
+    """The reward is 1 with a probability of 7 / 16, else 0. Does each step have its own key?
+
+    If not, each of 8 environments has the same reward for ever, and their mean is k / 8.
+    """
+
+    num_actions = 1
+
+    def step_env(self, key, state, action, params):
+        obs, state, _, terminated, info = super().step_env(key, state, action, params)
+        return obs, state, 1.0 * jax.random.bernoulli(key, 7 / 16), terminated, info
+
+
+class Apart(Light):
+    """What is seen never changes. Does the learner see all environments and try all actions?
+
+    Not if the environments start with the same key, or if actions or batches are always drawn with
+    the same one. Where the light is 1, the last of five actions pays most, else the first.
+    """
+
+    num_actions = 5
+    num_steps = 10**6
+    default_params = environment.EnvParams(max_steps_in_episode=10**6)  # never reached
+
+    def reward(self, state, action):
+        return jnp.where(state.light > 0, action + 1, 5 - action) / 5
+
+
+class Aim(Light):
+    """Actions are real: the reward is 1 at the bound that is seen. Is the whole range reached?"""
+
+    def step_env(self, key, state, action, params):
+        return super().step_env(key, state, action[0], params)
+
+    def reward(self, state, action):
+        return 1 - jnp.abs(action - jnp.where(state.light > 0, 3.0, -1.0))
+
+    def action_space(self, params):
+        return spaces.Box(-1.0, 3.0, (1,))
+
+
+# The values of all actions in some observations, of the best policy.
+VALUES = {
+    Constant: {0: (1, 1)},
+    Light: {-1: (-1, -1), 1: (1, 1)},
+    Later: {0: (GAMMA, GAMMA), 1: (1, 1)},
+    Best: {0: (GAMMA, GAMMA, GAMMA), 1: (0, 0.5, 1)},
+    Choice: {0: (-1, 0, 1)},
+    Match: {-1: (1, -1), 1: (-1, 1)},
+    Memory: {0: (-GAMMA, GAMMA), -1: (-1, -1), 1: (1, 1)},
+    Endless: {0: (1, 1), 1: (2, 2)},  # 2 = 1 / (1 - GAMMA)
+    Lengths: {-1: (1, 1), 0: (1.5, 1.5), 1: (1.75, 1.75)},
+    Coin: {0: (7 / 16,)},
+    Apart: {-1: (2, 1.8, 1.6, 1.4, 1.2), 1: (1.2, 1.4, 1.6, 1.8, 2)},  # a reward, and GAMMA * 2
+}
+
+
+def import_file(path):
+    """Import a script that is anywhere."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def attempts_of(script):
+    """The probes of a script, each with the function that tries it.
+
+    REINFORCE learns no values, so it is only tried where actions matter.
+    """
+    if "q_table" in script.TrainState._fields:
+        return [(tabulate, probe) for probe in (Bandit, Corridor, Cliff)]
+    if hasattr(script, "q_values"):
+        return [(learn, probe) for probe in VALUES]
+    attempts = [(play, probe) for probe in (Choice, Match, Memory, Aim)]
+    if hasattr(script, "state_value"):
+        attempts += [(criticize, probe) for probe in (Constant, Light, Later, Endless)]
+    return attempts
+
+
+def learn(script, probe, flags=""):
+    """Train a linear learner on a probe, and compare what it learned with the values above."""
+    script.OBS_SCALE["probe"] = [1.0]
+    own = f"{FLAGS} --learning-rate 0.02 --total-timesteps 8000"
+    if probe is Coin:  # average over many rewards
+        own = f"{FLAGS} --learning-rate 0.0005 --total-timesteps 32000"
+    if probe is Apart and "batch_size" in vars(script.parse_args([])):
+        # Learn from one of the 8 newest transitions. With a key that is used again, it is always
+        # that of the same environment.
+        own = f"{FLAGS} --learning-rate 0.02 --total-timesteps 64000 --buffer-size 8 --batch-size 1"
+    env = probe()
+    run = run_in(env, env.default_params, script, f"{own} {flags}", env_id="probe")
+    state, _ = jit(script.train_interval, run)(script.init_state(run))
+    learned = [state.centers, state.weights] if hasattr(state, "centers") else [state.weights]
+    values = [script.q_values(run, *learned, jnp.array([x], float)) for x in VALUES[probe]]
+    # Their values differ by 0.2 and more; features overlap, so learned ones are near, not equal.
+    np.testing.assert_allclose(values, [*VALUES[probe].values()], atol=0.05)
+
+
+def play(script, probe, flags=""):
+    """Train REINFORCE on a probe, and see whether its greedy actions are the best ones."""
+    run = run_in(probe(), probe.default_params, script, f"{REINFORCE_FLAGS} {flags}")
+    state, _ = jit(script.train_interval, run)(script.init_state(run))
+    assert jit(script.evaluate, run)(state)["greedy_return"].tolist() == [1.0] * 20
+
+
+def criticize(script, probe, flags=""):
+    """Train an actor-critic on a probe whose actions change nothing, and compare its values."""
+    flags = f"{REINFORCE_FLAGS} --num-iterations 2000 --learning-rate 0.01 {flags}"
+    run = run_in(probe(), probe.default_params, script, flags)
+    state, _ = jit(script.train_interval, run)(script.init_state(run))
+    values = [script.state_value(state.params, jnp.array([x], float)) for x in VALUES[probe]]
+    expected = [of_actions[0] for of_actions in VALUES[probe].values()]
+    np.testing.assert_allclose(values, expected, atol=0.1)
+
+
+class Grid:
+    """A tiny grid world in tables, whose values are computed by value iteration."""
+
+    def __init__(self, rows, columns, start, goal):
+        """All moves cost nothing and stay within the walls. Only the goal ends an episode."""
+        self.shape, self.first, self.goal = (rows, columns), start, goal
+        self.next_cells = np.zeros((rows, columns, 4, 2), int)
+        self.rewards = np.zeros((rows, columns, 4))
+        self.visited = np.ones((rows, columns))  # 0 where no action is taken
+        self.visited[goal] = 0
+        moves = [[0, 1], [1, 0], [0, -1], [-1, 0]]  # right, down, left, up
+        for row, column, action in np.ndindex(rows, columns, 4):
+            cell = np.add([row, column], moves[action])
+            self.next_cells[row, column, action] = np.clip(cell, 0, [rows - 1, columns - 1])
+
+    def start(self, run):
+        return jnp.array(self.first)
+
+    def env_step(self, run, cell, action):
+        next_cell = jnp.array(self.next_cells)[*cell, action]
+        at_goal = jnp.all(next_cell == jnp.array(self.goal))
+        return next_cell, jnp.array(self.rewards)[*cell, action], at_goal
+
+    def values(self, gamma, epsilon, slip):
+        """Values (H, W, A) of the policy that is greedy, but for random actions: epsilon."""
+        q_table = np.zeros(self.rewards.shape)
+        ends = np.all(self.next_cells == self.goal, axis=-1)
+        for _ in range(1000):
+            of_cells = (1 - epsilon) * q_table.max(axis=-1) + epsilon * q_table.mean(axis=-1)
+            next_values = of_cells[self.next_cells[..., 0], self.next_cells[..., 1]]
+            moved = self.rewards + gamma * np.where(ends, 0, next_values)
+            q_table = (1 - slip) * moved + slip * moved.mean(axis=-1, keepdims=True)
+            q_table *= self.visited[..., None]
+        return q_table
+
+    def path(self, q_table):
+        """Steps of the greedy policy from the start to the goal."""
+        cell, steps = self.first, 0
+        while cell != self.goal:
+            cell = tuple(self.next_cells[*cell, q_table[cell].argmax()])
+            steps += 1
+        return steps
+
+
+class Bandit(Grid):
+    """One step, four actions with rewards of 1 to 4. Is the value of the last step its reward?"""
+
+    def __init__(self):
+        super().__init__(1, 2, start=(0, 1), goal=(0, 0))
+        self.next_cells[0, 1] = 0
+        self.rewards[0, 1] = [1, 2, 3, 4]
+
+
+class Corridor(Grid):
+    """Four cells to the goal, where the reward is 1. Is it discounted once a step?"""
+
+    def __init__(self):
+        super().__init__(1, 5, start=(0, 4), goal=(0, 0))
+        self.rewards[0, 1, 2] = 1
+
+
+class Cliff(Grid):
+    """A step costs 1, and a fall 10. Does the policy walk along the cliff, or keep away from it?"""
+
+    def __init__(self):
+        super().__init__(3, 5, start=(2, 0), goal=(2, 4))
+        falls = (self.next_cells[..., 0] == 2) & np.isin(self.next_cells[..., 1], [1, 2, 3])
+        self.rewards[:] = np.where(falls, -10, -1)
+        self.next_cells[falls] = self.first
+        self.visited[2, 1:4] = 0
+
+
+def tabulate(script, probe, flags="", on_policy=False):
+    """Train 20 tabular agents on a probe, and compare their mean table with the exact one.
+
+    It is that of the best policy, or, for an on-policy method, of the policy that explores. Moves
+    slip with the probability of a flag --slip, if the script has one.
+    """
+    grid = probe()
+    rows, columns = grid.shape
+    own = f"--num-intervals 1 --num-rows {rows} --num-columns {columns} --total-timesteps 30000"
+    own += " --gamma 0.8 --epsilon 0.5 --learning-rate 0.05"
+    run = one_run(script, f"{own} {flags}")
+
+    def agent(seed):
+        own = SimpleNamespace(**{**vars(run), "seed": seed})
+        state, _ = script.train_interval(own, script.init_state(own))
+        return state.q_table, script.evaluate(own, state)["greedy_steps"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "start", grid.start)
+        patch.setattr(script, "env_step", grid.env_step)
+        tables, steps = jax.jit(jax.vmap(agent))(jnp.arange(20))
+    slip = getattr(run, "slip", 0.0)
+    best, exploring = (grid.values(run.gamma, epsilon, slip) for epsilon in (0.0, run.epsilon))
+    expected, other = (exploring, best) if on_policy else (best, exploring)
+    table, tolerance = np.mean(tables, axis=0), 0.08 * np.max(np.abs(expected))
+    text = f"{probe.__name__}: {probe.__doc__} The values are wrong"
+    if np.allclose(table, other, atol=tolerance) and not np.allclose(best, exploring):
+        text += ": random actions " + ("do not count" if on_policy else "count")
+    np.testing.assert_allclose(table, expected, atol=tolerance, err_msg=text)
+    if not slip:
+        text = f"{probe.__name__}: {probe.__doc__} The greedy path has a wrong length"
+        assert np.median(steps) == grid.path(expected), text
