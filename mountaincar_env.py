@@ -193,7 +193,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=what, formatter_class=style, allow_abbrev=False)
     flag = parser.add_argument
     flag("--seed", type=int, default=0, help="seed of all episodes")
-    flag("--num-episodes", type=count, default=2_000_000, help="episodes to play")
+    flag("--num-episodes", type=count, default=2_000_000, help="episodes to play, at least")
     flag("--num-envs", type=count, default=256, help="cars at once on each device; 1e5 suit a GPU")
     flag("--policy", choices=["random", "rocking"], default="random", help="how cars are driven")
     flag("--save", metavar="FILE.npz", help="write all steps")
@@ -211,8 +211,8 @@ def main(argv=None):
     args = parse_args(argv)  # if None, from the command line; in a notebook, call main([])
     versions = {name: version(name) for name in ("jax", "jaxlib", "gymnax")}
     devices = jax.devices()
-    num_episodes = math.ceil(args.num_episodes / len(devices)) * len(devices)  # equal shares
-    keys = jax.random.split(jax.random.key(args.seed), num_episodes)  # (E,)
+    args.num_episodes = math.ceil(args.num_episodes / len(devices)) * len(devices)  # equal shares
+    keys = jax.random.split(jax.random.key(args.seed), args.num_episodes)  # (E,)
 
     def one_device(keys):  # one batch of cars after the other
         return jax.lax.map(partial(play, args), keys, batch_size=args.num_envs)
@@ -232,7 +232,7 @@ def main(argv=None):
     seconds = time.perf_counter() - began
     words = [f"{name} {values.mean():#.4g}" for name, values in totals.items()]
     speed = f"{totals['timesteps'].sum() / seconds:,.0f} steps/s in total"
-    print(f"means over {num_episodes:,} episodes:", *words, speed, sep="  ")
+    print(f"means over {args.num_episodes:,} episodes:", *words, speed, sep="  ")
     results = {"args": json.dumps(vars(args)), "versions": json.dumps(versions), **totals}
     if args.save:
         results |= {f"steps.{name}": array for name, array in steps._asdict().items()}
