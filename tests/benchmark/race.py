@@ -249,6 +249,7 @@ def torch_layers(network):
 
 def drive_cleanrl(args):
     """Run CleanRL, which trains one agent. It writes its log for TensorBoard, as by default."""
+    np.float_ = np.float64  # its name in NumPy 2, for Gymnasium's Acrobot-v1
     began, times, steps, networks = [], [], [], []
 
     def snapshot(step, network):
