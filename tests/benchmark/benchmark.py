@@ -209,7 +209,7 @@ def lesson(task):
     for step, (script, flags) in STEPS.items():
         rate, result = choose_rate_and_run(task, step)
         greedy = greedy_means(result)
-        passed = f"{np.sum(greedy >= LESSON[task][1])} of 100"
+        passed = f"{np.sum(greedy >= LESSON[task][1])} of {len(greedy)}"
         training = mean(np.nanmean(result.saved["curves.returns"][-3:], axis=0), 0)
         command = " ".join(f"`{script} {flags} --learning-rate {rate}`".split())
         rows.append([step, passed, mean(greedy), f"{greedy.min():.0f}", training, command])
@@ -365,7 +365,7 @@ def tasks(commands):
     for script, flags, bound in commands:
         seed = "--seed 352000" if flags == CONTINUOUS else FRESH
         greedy = greedy_means(run(script, f"{flags} --num-seeds 100 {seed}"))
-        reached = f"{np.sum(greedy >= bound)} of 100 ({bound})"
+        reached = f"{np.sum(greedy >= bound)} of {len(greedy)} ({bound})"
         rows.append([f"`{script} {flags}`", mean(greedy), f"{greedy.min():.1f}", reached])
     return table(["command", "mean", "worst run", "reach the bound"], rows)
 

@@ -249,6 +249,7 @@ def torch_layers(network):
 
 def drive_cleanrl(args):
     """Run CleanRL, which trains one agent. It writes its log for TensorBoard, as by default."""
+    np.float_ = np.float64  # its name in NumPy 2, for Gymnasium's Acrobot-v1
     began, times, steps, networks = [], [], [], []
 
     def snapshot(step, network):
@@ -451,15 +452,18 @@ def main():
     """Run the programs, and print and write the tables; with --drive, be one of the programs."""
     parser = argparse.ArgumentParser()
     flag = parser.add_argument
-    folder = {"type": lambda x: Path(x).absolute(), "metavar": "FOLDER"}
-    flag("--clones", **folder, help="has cleanrl, purejaxrl, purejaxql and rejax")
-    flag("--python", metavar="PYTHON", help="of the environment with the packages of the peers")
+    path = {"type": lambda x: Path(x).absolute(), "metavar": "PATH"}
+    # A table is of one commit: results of another one are not taken.
+    git = ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, stdout=subprocess.PIPE, text=True).stdout.strip()
+    flag("--clones", **path, help="has cleanrl, purejaxrl, purejaxql and rejax")
+    flag("--python", **path, help="of the environment with the packages of the peers")
     flag("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
     flag("--tasks", nargs="+", choices=BOUNDS, default=["CartPole-v1"], metavar="TASK")
     flag("--agents", nargs="+", type=int, default=[1, 20], help="1, or a multiple of the cores")
     flag("--fraction", type=float, default=1.0, help="of the steps of each program, for a trial")
     flag("--speed", action="store_true", help="measure only the steps per second of many agents")
-    flag("--folder", **folder, default=f"{tempfile.gettempdir()}/race", help="for results")
+    flag("--folder", **path, default=f"{tempfile.gettempdir()}/race-{commit}", help="for results")
     flag("--drive", type=json.loads, help=argparse.SUPPRESS)  # only `run` uses it
     args = parser.parse_args()
     if args.drive:
