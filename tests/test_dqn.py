@@ -1,8 +1,8 @@
 """dqn.py: what it does with the transitions that it saw, recomputed in NumPy.
 
 The fixture `learning` trains for two intervals on the pole of environments.py, whose episodes end
-both ways, and records every vector step and every update. Its network and its evaluation are those of
-pqn.py, and are tested there; the schedule of epsilon is that of epsilon_decay_td.py.
+both ways, and records every vector step and every update. Its network and its evaluation are those
+of pqn.py, and are tested there; the schedule of epsilon is that of epsilon_decay_td.py.
 """
 
 import collections
