@@ -85,6 +85,11 @@ def folder(script, flags, tmp_path_factory):
     return folder
 
 
+def test_a_run_has_no_setting_of_the_other_tests(tmp_path):
+    names = run(tmp_path, ["-c", "import os; print(*os.environ)"]).split()
+    assert not [name for name in names if name[:4] in ("JAX_", "XLA_")]
+
+
 def load(folder):
     with np.load(folder / "run.npz") as saved:
         return dict(saved)
