@@ -1,8 +1,8 @@
 """dqn.py: what it does with the transitions that it saw, recomputed in NumPy.
 
 The fixture `learning` trains for two intervals on the pole of environments.py, whose episodes end
-both ways, and records every vector step and every update. Its network is that of pqn.py, and is
-tested there; the schedule of epsilon is that of epsilon_decay_td.py.
+both ways, and records every vector step and every update. Its network and its evaluation are those
+of pqn.py, and are tested there; the schedule of epsilon is that of epsilon_decay_td.py.
 """
 
 import collections
@@ -213,13 +213,3 @@ def test_without_exploration_each_action_has_the_highest_value_in_its_observatio
     assert len(np.unique(best)) > 1
     _, (transitions, _) = jit(dqn.vector_step, run)(state, 0.0)
     equal(transitions.action, best)
-
-
-def test_the_network_that_learns_is_evaluated_and_returned():
-    """Not the averaged one, whose parameters are nan here. Each of five steps pays 1."""
-    run = noise_run(dqn, "--hidden-size 2 --eval-episodes 2")
-    state, evaluate = dqn.init_state(run), jit(dqn.evaluate, run)
-    nowhere = jax.tree.map(lambda array: array * jnp.nan, state.params)
-    learned = evaluate(state._replace(target_params=nowhere))
-    assert learned["greedy_return"].tolist() == [5, 5]
-    jax.tree.map(equal, learned["params"], state.params)
