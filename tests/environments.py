@@ -34,7 +34,7 @@ class Noise(environment.Environment):
         obs, state = jax.random.uniform(key, 4), state.replace(time=state.time + 1)
         return obs, state, jnp.array(1.0), jnp.array(False), {}
 
-    def action_space(self, params=None):
+    def action_space(self, params):
         return spaces.Discrete(3)
 
     def observation_space(self, params):

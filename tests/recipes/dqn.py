@@ -110,7 +110,8 @@ def parse_args(argv=None):
         parser.error("--buffer-size must be at least --num-envs")
     if args.hidden_size == 1:
         parser.error("--hidden-size must be at least 2: one unit is normalized to 0")
-    if isinstance(make_env(args)[0].action_space(), spaces.Box):
+    env, env_params = make_env(args)
+    if isinstance(env.action_space(env_params), spaces.Box):
         parser.error(f"--env-id: the actions of {args.env_id} are continuous")
     # All intervals are equally long. In the last, updates beyond num_updates have a rate of 0.
     args.num_updates = math.ceil(args.total_timesteps / args.num_envs)

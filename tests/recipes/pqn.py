@@ -107,7 +107,8 @@ def parse_args(argv=None):
         parser.error("--num-steps * --num-envs must be a multiple of --num-minibatches")
     if args.hidden_size == 1:
         parser.error("--hidden-size must be at least 2: one unit is normalized to 0")
-    if isinstance(make_env(args)[0].action_space(), spaces.Box):
+    env, env_params = make_env(args)
+    if isinstance(env.action_space(env_params), spaces.Box):
         parser.error(f"--env-id: the actions of {args.env_id} are continuous")
     # All intervals are equally long. In the last, updates beyond num_updates have a rate of 0.
     args.num_updates = math.ceil(args.total_timesteps / args.num_envs / args.num_steps)
@@ -136,7 +137,7 @@ class Transition(NamedTuple):
     reward: jax.Array
     next_obs: jax.Array  # before the reset, if the episode ended
     terminated: jax.Array  # true if next_obs is terminal; false if only time has run out
-    truncated: jax.Array  # true if only time has run out
+    truncated: jax.Array  # true if time has run out
 
 
 class TrainState(NamedTuple):
