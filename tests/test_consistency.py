@@ -51,7 +51,7 @@ DIFFERENT = {
     "q_values": ([TRIO, VALUES], "linear features or a network"),
     "vector_step": ([[PARALLEL, REPLAY]], "epsilon decays; networks need other arrays of a step"),
     "advantages": ([], "REINFORCE's have no critic"),
-    "td_target": ([TRIO], "a network has parameters, and bounds of observations"),
+    "td_target": ([TRIO], "DQN's is double Q-learning"),
     "td_loss": ([TRIO], "a network has parameters; the targets of PQN are no TD targets"),
     "greedy_return": ([TRIO, VALUES], "weights, a network of values, or an actor choose"),
     "train_step": ([], "each method learns in another way"),

@@ -105,10 +105,15 @@ def test_replayed_transitions_are_as_they_were_seen(learning):
 
 
 def test_targets_bootstrap_from_the_averaged_network_unless_the_next_state_is_terminal(learning):
-    """After each update, it moves by tau = 0.4 towards the network that learns."""
+    """Of the action that is best for the network that learns (double Q-learning).
+
+    After each update, the average moves by tau = 0.4 towards that network.
+    """
     averaged = learning.target_params
     for update, after in zip(learning.updates, learning.after, strict=True):
-        next_value = forward(update.bounds, averaged, update.batch.next_obs).max(axis=1)
+        best = forward(update.bounds, update.params, update.batch.next_obs).argmax(axis=1)
+        next_q = forward(update.bounds, averaged, update.batch.next_obs)
+        next_value = next_q[np.arange(10), best]
         value = np.where(update.batch.terminated, 0, next_value)
         close(update.targets, update.batch.reward + 0.8 * value)
         averaged = jax.tree.map(lambda old, new: 0.6 * old + 0.4 * new, averaged, after)

@@ -4,7 +4,7 @@
 # ///
 """DQN: Q-learning with a network, a replay buffer, and a target network.
 
-    target  = r + gamma max_a' Q_avg(s', a'),    or r if s' is terminal
+    target  = r + gamma Q_avg(s', argmax_a' Q(s', a')),    or r if s' is terminal
     epsilon = max(end_e, start_e epsilon_decay^t)    in vector step t = 0, 1, ...
 
 A ring buffer keeps the last C transitions (experience replay, Lin 1992). After each vector step
@@ -13,9 +13,11 @@ less correlated than successive ones (Mnih et al. 2015). It gives one Adam step 
 squared difference between Q(s, a) and its target. Q_avg is Q with slowly averaged parameters: after
 each update, they move towards those of Q by a fraction tau (Lillicrap et al. 2016, section 3).
 
-Where only the time limit ends an episode, the value of s' still counts (Pardo et al. 2018). Layer
-normalization keeps learning stable (Ba et al. 2016; here without its learned scale and shift).
-Observations are divided by their largest absolute values so far.
+Q chooses the next action, and Q_avg judges it (double Q-learning, van Hasselt et al. 2016): the
+maximum of Q_avg would be too high where its errors are. Where only the time limit ends an episode,
+the value of s' still counts (Pardo et al. 2018). Layer normalization keeps learning stable (Ba et
+al. 2016; here without its learned scale and shift). Observations are divided by their largest
+absolute values so far.
 
     python dqn.py                                                    # one run
     python dqn.py --tau 0.01 0.1 --num-seeds 20 --plot curve.png     # forty runs
@@ -246,10 +248,11 @@ def vector_step(run, state, epsilon):
     return state, (transitions, sums)
 
 
-def td_target(run, bounds, params, transition):
-    """Target of one transition: r + gamma max_a' Q(s', a'), or r if s' is terminal."""
-    next_q = q_values(bounds, params, transition.next_obs)  # (A,)
-    next_value = jnp.where(transition.terminated, 0.0, jnp.max(next_q))
+def td_target(run, bounds, params, target_params, transition):
+    """Target of one transition: r + gamma Q_avg(s', argmax_a' Q(s', a')), or r at an end."""
+    best = jnp.argmax(q_values(bounds, params, transition.next_obs))
+    next_q = q_values(bounds, target_params, transition.next_obs)  # (A,)
+    next_value = jnp.where(transition.terminated, 0.0, next_q[best])
     return transition.reward + run.gamma * next_value
 
 
@@ -278,7 +281,8 @@ def train_step(run, state, _):
     chosen = jax.random.randint(key_batch, run.batch_size, 0, num_stored)
     batch = jax.tree.map(lambda column: column[chosen], buffer)  # (B,)
     # The targets are computed outside of the loss, so no gradient flows through them.
-    targets = jax.vmap(partial(td_target, run, state.bounds, state.target_params))(batch)  # (B,)
+    target = partial(td_target, run, state.bounds, state.params, state.target_params)
+    targets = jax.vmap(target)(batch)  # (B,)
     loss = partial(td_loss, state.bounds)
     grad, metrics = jax.grad(loss, has_aux=True)(state.params, batch, targets)
     updates, opt_state = optimizer(run).update(grad, state.opt_state, state.params)
