@@ -282,7 +282,8 @@ def learning_networks():
     """PPO, PQN and DQN on 100 fresh seeds, also with random actions."""
     rows = []
     for script in NETWORKS:
-        result = run(script, f"--num-seeds 100 {FRESH}")
+        # The settings of these three were judged by runs with the seeds from 271000 on.
+        result = run(script, "--num-seeds 100 --seed 371000")
         *cells, first, training = cartpole_cells(result)
         play = make_player(policy_of(script, "CartPole-v1"), "CartPole-v1", 100)
         returns = play(params_of(script, result.saved), 0.05)  # (R,)
