@@ -88,7 +88,7 @@ def parse_args(argv=None):
     flag("--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help="environment")
     flag("--seed", type=int, default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs of each setting")
-    flag("--total-timesteps", type=count, default=400_000, help="environment steps of a run")
+    flag("--total-timesteps", type=count, default=200_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=8, help="environments stepped in lockstep")
     flag("--buffer-size", type=count, default=100_000, help="transitions that the buffer holds")
