@@ -1,8 +1,7 @@
-"""Drive on a highway by REINFORCE, in HighJax: highway-env, written in JAX.
+"""Drive on a highway by PPO, in HighJax: highway-env, written in JAX.
 
     pip install --ignore-requires-python --no-deps highjax    # on Python 3.14: pip install highjax
-    git apply tests/recipes/baseline_and_entropy.patch        # changes reinforce_parallel.py
-    python highway.py    # this file, copied beside the script; further flags may follow
+    python tests/recipes/highway.py    # further flags may follow
 
 What changes: the environment. The task is highway-fast-v0, with its rewards and observations: three
 lanes, twenty other cars, which do not collide with each other, and 30 steps of a second. A learned
@@ -21,9 +20,9 @@ Traps:
 
 import sys
 
-import reinforce_parallel  # before what imports jax: it tells jax to use all cores
+import ppo  # before what imports jax: it tells jax to use all cores
 
-reinforce_parallel.COMPILER_OPTIONS = {}  # full optimization: twice as fast here
+ppo.COMPILER_OPTIONS = {}  # full optimization: twice as fast here
 
 import gymnax
 import highjax
@@ -72,7 +71,7 @@ class Highway(environment.Environment):
 
 
 gymnax.register("Highway-v0", lambda: Highway())
-FLAGS = "--env-id Highway-v0 --num-envs 32 --num-iterations 400 --gamma 0.8 --ent-coef 0.2"
+FLAGS = "--env-id Highway-v0 --gamma 0.8"
 
 if __name__ == "__main__":
-    reinforce_parallel.main([*FLAGS.split(), *sys.argv[1:]])
+    ppo.main([*FLAGS.split(), *sys.argv[1:]])
