@@ -18,7 +18,7 @@ gradients are clipped to a norm of 1.
 
     python pqn.py                                                       # one run
     python pqn.py --q-lambda 0 0.85 --num-seeds 20 --plot curve.png     # forty runs
-    python pqn.py --env-id Acrobot-v1 --learning-rate 0.01 --total-timesteps 5e5
+    python pqn.py --env-id Acrobot-v1 --learning-rate 0.01
 
 Shapes: R runs, K intervals, N = num_envs environments, T = num_steps steps, B = T * N transitions,
 D observation dimensions (of a picture, all its numbers), H = hidden_size units, A actions.
@@ -84,7 +84,7 @@ def parse_args(argv=None):
     flag("--env-id", choices=gymnax.registered_envs, default="CartPole-v1", help="environment")
     flag("--seed", type=int, default=0, help="first seed of each setting")
     flag("--num-seeds", type=count, default=1, help="runs of each setting")
-    flag("--total-timesteps", type=count, default=256_000, help="environment steps of a run")
+    flag("--total-timesteps", type=count, default=512_000, help="environment steps of a run")
     flag("--num-intervals", type=count, default=20, help="progress lines, at most")
     flag("--num-envs", type=count, default=16, help="environments stepped in lockstep")
     flag("--num-steps", type=count, default=32, help="steps of each environment per iteration")
