@@ -23,7 +23,6 @@ from datetime import date
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -114,18 +113,15 @@ def greedy_means(result):
     return result.saved["learned.greedy_return"].mean(axis=1)
 
 
-def policy_of(script, env_id):
-    """Return best_action(params, obs) of a script of tests/recipes."""
-    import gymnax
+def policy_of(script):
+    """Return best_action(learned, obs) of a script of tests/recipes."""
     import jax.numpy as jnp
 
     sys.path.insert(0, str(RECIPES))
     module = import_module(Path(script).stem)
-    env, env_params = gymnax.make(env_id)
-    run = SimpleNamespace(env=env, env_params=env_params)
     if script == PPO:
-        return lambda params, obs: module.best_action(params["actor"], obs)
-    return lambda params, obs: jnp.argmax(module.q_values(run, params, obs))
+        return lambda learned, obs: module.best_action(learned["params"]["actor"], obs)
+    return lambda learned, obs: jnp.argmax(module.q_values(**learned, obs=obs))
 
 
 def make_player(best_action, env_id, episodes):
@@ -285,7 +281,7 @@ def learning_networks():
         # The settings of these three were judged by runs with the seeds from 271000 on.
         result = run(script, "--num-seeds 100 --seed 371000")
         *cells, first, training = cartpole_cells(result)
-        play = make_player(policy_of(script, "CartPole-v1"), "CartPole-v1", 100)
+        play = make_player(policy_of(script), "CartPole-v1", 100)
         returns = play(params_of(script, result.saved), 0.05)  # (R,)
         cells += [f"{np.sum(returns >= 475)} of {len(returns)}", first, training]
         rows.append([f"`{script}`", *cells])
@@ -294,11 +290,12 @@ def learning_networks():
 
 
 def params_of(script, saved):
-    """Return the parameters of all runs, as policy_of(script) takes them."""
+    """Return what all runs have learned, as policy_of(script) takes it."""
     if script == PPO:
         names = ["w0", "b0", "w1", "b1"]
-        return {"actor": {name: saved[f"learned.params.actor.{name}"] for name in names}}
-    return [{x: saved[f"learned.params.{i}.{x}"] for x in ("w", "b")} for i in range(3)]
+        return {"params": {"actor": {x: saved[f"learned.params.actor.{x}"] for x in names}}}
+    params = [{x: saved[f"learned.params.{i}.{x}"] for x in ("w", "b")} for i in range(3)]
+    return {"bounds": saved["learned.bounds"], "params": params}
 
 
 def ablations():

@@ -70,6 +70,9 @@ def save(args, began, seconds, steps, params, activation=None):
     Path(args.save).write_bytes(pickle.dumps(saved))
 
 
+LEARNED = ["bounds", "params"]  # what our networks act with; PPO has no bounds
+
+
 def drive_ours(args):
     """Run one of our scripts, with snapshots and without its evaluation."""
     import jax
@@ -81,8 +84,9 @@ def drive_ours(args):
 
     def train_and_snapshot(run, state):
         state, metrics = train_interval(run, state)
-        structures.append(jax.tree.structure(state.params))
-        return state, metrics | script.flat({"snapshot": state.params})
+        learned = {name: getattr(state, name) for name in state._fields if name in LEARNED}
+        structures.append(jax.tree.structure(learned))
+        return state, metrics | script.flat({"snapshot": learned})
 
     printed = []  # When each line was printed. Training begins after the second.
     script.print = lambda *words, **flags: printed.append(time.time())
@@ -364,7 +368,7 @@ def player_of(program, task, activation):
         return jnp.argmax(x @ output["w"] + output["b"])
 
     in_root = 1e-5 if program.startswith("cleanrl") else 1e-6  # of torch, and of flax
-    return make_player(peers_action if "/" in program else policy_of(program, task), task, EPISODES)
+    return make_player(peers_action if "/" in program else policy_of(program), task, EPISODES)
 
 
 def spread(values, form):
