@@ -7,9 +7,9 @@ What changes: the environment. The task is highway-fast-v0, with its rewards and
 lanes, twenty other cars, which do not collide with each other, and 30 steps of a second.
 
 Results: the return is at most 30. Constant actions have 9.4 (LEFT), 11.3 (IDLE), 10.2 (RIGHT), 6.7
-(FASTER) and 20.8 (SLOWER), random ones 8.3. SLOWER after two steps of RIGHT has 21.5. One run of PPO
-(--seed 271000 --num-intervals 1) has 23.2. Without the entropy bonus, and with half of the steps,
-one had 20.3.
+(FASTER) and 20.8 (SLOWER), random ones 8.3. SLOWER after two steps of RIGHT has 21.5. One run of
+PPO (--seed 271000 --num-intervals 1) has 23.2. Without the entropy bonus, and with half of the
+steps, one had 20.3.
 
 Traps:
 - HighJax returns one `done`. Here a crash is `terminated`, and gymnax adds the time limit.
