@@ -78,6 +78,25 @@ def check_file(parser, path, *endings):
         parser.error(f"{path} must end in {' or '.join(endings)}, in a folder that can be written")
 
 
+class BoundedActions(GymnaxWrapper):
+    """Clip continuous actions (A,) to [-1, 1], and scale them to the bounds of the environment."""
+
+    def step(self, key, state, action, params=None):
+        """Step the environment."""
+        space = self._env.action_space(params)
+        from_0_to_1 = (jnp.clip(action, -1, 1) + 1) / 2
+        scaled = space.low + (space.high - space.low) * from_0_to_1.reshape(space.shape)
+        return self._env.step(key, state, scaled, params)
+
+
+def make_env(args):
+    """Make the environment, and its parameters. This is the place to change them."""
+    env, env_params = gymnax.make(args.env_id)
+    if isinstance(env.action_space(env_params), spaces.Box):
+        env = BoundedActions(env)
+    return env, env_params
+
+
 def parse_args(argv=None):
     """Read the flags. Those of `sweep` take several values (a list), and all combinations run."""
     style = argparse.ArgumentDefaultsHelpFormatter
@@ -118,25 +137,6 @@ def parse_args(argv=None):
     args.interval_updates = math.ceil(args.num_updates / args.num_intervals)
     args.num_intervals = math.ceil(args.num_updates / args.interval_updates)
     return args
-
-
-class BoundedActions(GymnaxWrapper):
-    """Clip continuous actions (A,) to [-1, 1], and scale them to the bounds of the environment."""
-
-    def step(self, key, state, action, params=None):
-        """Step the environment."""
-        space = self._env.action_space(params)
-        from_0_to_1 = (jnp.clip(action, -1, 1) + 1) / 2
-        scaled = space.low + (space.high - space.low) * from_0_to_1.reshape(space.shape)
-        return self._env.step(key, state, scaled, params)
-
-
-def make_env(args):
-    """Make the environment, and its parameters. This is the place to change them."""
-    env, env_params = gymnax.make(args.env_id)
-    if isinstance(env.action_space(env_params), spaces.Box):
-        env = BoundedActions(env)
-    return env, env_params
 
 
 # The algorithm, for one run. `run` holds its flags, `env` and `env_params`. Its seed and its values

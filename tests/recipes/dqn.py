@@ -78,6 +78,12 @@ def check_file(parser, path, *endings):
         parser.error(f"{path} must end in {' or '.join(endings)}, in a folder that can be written")
 
 
+def make_env(args):
+    """Make the environment, and its parameters. This is the place to change them."""
+    env, env_params = gymnax.make(args.env_id)
+    return LogWrapper(env), env_params
+
+
 def parse_args(argv=None):
     """Read the flags. Those of `sweep` take several values (a list), and all combinations run."""
     style = argparse.ArgumentDefaultsHelpFormatter
@@ -121,12 +127,6 @@ def parse_args(argv=None):
     args.num_intervals = math.ceil(args.num_updates / args.interval_updates)
     args.interval_timesteps = args.interval_updates * args.num_envs
     return args
-
-
-def make_env(args):
-    """Make the environment, and its parameters. This is the place to change them."""
-    env, env_params = gymnax.make(args.env_id)
-    return LogWrapper(env), env_params
 
 
 # The algorithm, for one run. `run` holds its flags, `env` and `env_params`. Its seed and its values
