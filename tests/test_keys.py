@@ -93,6 +93,25 @@ def test_no_key_is_used_twice_in_a_greedy_episode(name, learned):
         greedy_return(*[getattr(state, part) for part in learned], jax.random.key(0))
 
 
+@pytest.mark.parametrize("name", [DECAY, *NETWORKS])
+def test_evaluation_has_no_key_that_training_gets_from_the_same_state(name, monkeypatch):
+    """Training splits the key of the state, and may split each part again."""
+    script, run = load(name), small_run(name, "--eval-episodes 5")
+    monkeypatch.setattr(script, "greedy_return", lambda *arguments: key_number(arguments[-1]))
+    state = script.init_state(run)
+    used = np.asarray(script.evaluate(run, state)["greedy_return"])
+    parts = jax.random.split(state.key, 8)
+    again = jax.vmap(partial(jax.random.split, num=5))(parts)
+    of_training = [key_number(key) for key in [state.key, *parts, *again.ravel()]]
+    assert len(set(used)) == 5
+    assert not set(used) & set(map(float, of_training))
+
+
+def key_number(key):
+    """Return a number that names a key. (Two keys have the same one time in 2**24.)"""
+    return (jax.random.key_data(key)[0] >> 8).astype(float)
+
+
 def test_no_key_is_used_twice_in_an_episode_of_the_car():
     with jax.debug_key_reuse(True):
         jit(load(CAR).play, one_run(load(CAR)))(jax.random.key(0))

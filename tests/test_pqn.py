@@ -233,16 +233,17 @@ def test_values_are_those_of_a_normalized_network_of_the_scaled_observation(shap
     close(pqn.q_values(jnp.array(bounds), params, jnp.array(obs)), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_network_starts_with_random_weights_of_known_size():
+def test_a_network_starts_with_random_weights_and_biases_of_known_size():
     flags = "--env-id MountainCar-v0 --hidden-size 300"
     state, other = [pqn.init_state(one_run(pqn, flags, seed=seed)) for seed in (3, 4)]
     assert [layer["w"].shape for layer in state.params] == [(2, 300), (300, 300), (300, 3)]
     for layer, inputs in zip(state.params, [2, 300, 300], strict=True):
-        assert kstest(np.ravel(layer["w"]) * (inputs / 2) ** 0.5, norm.cdf).pvalue > 1e-5
-        assert not layer["b"].any()
+        drawn = [*np.ravel(layer["w"]), *layer["b"]]
+        assert kstest(np.array(drawn) * (inputs / 2) ** 0.5, norm.cdf).pvalue > 1e-5
     equal(state.bounds, np.abs(state.obs).max(axis=0))
-    drawn = [np.ravel(layer["w"])[:600] for layer in [*state.params, *other.params]]
-    assert np.all(np.abs(np.corrcoef(drawn) - np.eye(6)) < 5 / np.sqrt(600))
+    hidden = [*state.params[:2], *other.params[:2]]
+    drawn = [row for layer in hidden for row in [*layer["w"][:2], layer["b"]]]  # (300,) each
+    assert np.all(np.abs(np.corrcoef(drawn) - np.eye(12)) < 5 / np.sqrt(300))
 
 
 def test_the_returned_network_plays_in_gymnasium_as_it_was_evaluated(monkeypatch):

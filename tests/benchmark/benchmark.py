@@ -162,8 +162,7 @@ def cartpole_cells(*results):
     """Format the columns of CARTPOLE_HEAD, for the runs of all results."""
     greedy = np.concatenate([greedy_means(result) for result in results])  # (R,)
     returns = np.hstack([result.saved["curves.returns"] for result in results])  # (K, R)
-    timesteps = np.hstack([result.saved["curves.timesteps"] for result in results])
-    first = np.median(np.where(returns >= 475, timesteps, np.inf).min(axis=0))
+    first = np.median(np.concatenate([first_at(result, 475) for result in results]))
     return [
         f"{np.sum(greedy >= 475):,} of {len(greedy):,}",
         f"{greedy.min():.0f}",
@@ -175,7 +174,6 @@ def cartpole_cells(*results):
 
 # The sections. Each returns its part of the page.
 
-MOUNTAIN_CAR = "--env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5 --sigma 0.15"
 # Each step adds one idea. All updates learn from 16 transitions.
 STEPS = {
     "parallel_td.py": (PARALLEL, ""),
@@ -183,54 +181,113 @@ STEPS = {
     "and averaged weights: replay_td.py": (REPLAY, "--batch-size 16"),
     "and a decaying epsilon: epsilon_decay_td.py": (DECAY, "--batch-size 16"),
 }
-RATES = ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3"]
-# Flags, the bound of a run that passes, and seeds on which the rate is chosen. On CartPole-v1, ten
-# would not show that one run of ten fails.
-LESSON = {"MountainCar-v0": (MOUNTAIN_CAR, -125, 10), "CartPole-v1": ("", 475, 100)}
+MOUNTAIN_CAR = "--env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5"
+# What is searched on MountainCar-v0 for each step: 27 settings.
+WIDTHS = ["--sigma 0.1 0.15 0.2"]
+GRID_SEARCH = "--learning-rate 0.003 0.01 0.03 --{epsilon} 0.05 0.15 0.25"
+# And with tiles in the place of the script's features. A number of tiles cannot be swept.
+TILES = "--env-id MountainCar-v0 --num-tilings 8 --total-timesteps 5e5"
+TILES_WIDTHS = ["--num-tiles 4", "--num-tiles 8", "--num-tiles 16"]
+TILES_SEARCH = "--learning-rate 0.01 0.03 0.1 --epsilon 0 0.05 0.15"
+LESSON_HEAD = [
+    "passed",
+    "greedy return",
+    "worst run",
+    "training return",
+    "first at -150",
+    "command",
+]
 
 
 def lesson_mountaincar():
     """What a buffer, averaged weights and a decaying epsilon are worth, and the figure of it."""
-    return lesson("MountainCar-v0")
+    rows, results = [], []
+    for step, (script, flags) in STEPS.items():
+        grid = GRID_SEARCH.format(epsilon="end-e" if script == DECAY else "epsilon")
+        chosen = search(script, f"{MOUNTAIN_CAR} {flags}", WIDTHS, grid)
+        result = run(script, f"{chosen} --num-seeds 100 {FRESH}", patched(script, "greedy_returns"))
+        rows.append([step, *lesson_cells(result, -125, -150), f"`{script} {chosen}`"])
+        results.append(result)
+    draw_lesson(results)
+    tiles = patched(PARALLEL, "tile_coding")
+    chosen = search(PARALLEL, TILES, TILES_WIDTHS, TILES_SEARCH, tiles)
+    result = run(PARALLEL, f"{chosen} --num-seeds 100 {FRESH}", tiles)
+    command = f"`{PARALLEL} {chosen}`"
+    rows.append(["parallel_td.py with tiles", *lesson_cells(result, -125, -150), command])
+    return table(["MountainCar-v0", *LESSON_HEAD], rows)
+
+
+def search(script, flags, widths, grid, text=None):
+    """Return the flags of the best of many settings: tried with 3 seeds, the best four with 10 more.
+
+    The best has the highest mean greedy return; of equal ones, the highest training return.
+    """
+    scores = {}
+    for width in widths:
+        result = run(script, f"{flags} {width} {grid} --num-seeds 3 --seed 60000", text)
+        swept = re.findall(r"--(\S+)", f"{width} {grid}")
+        for setting, score in setting_scores(result, swept, width).items():
+            scores[f"{flags} {setting}"] = score
+    best = sorted(scores, key=lambda setting: -np.mean(scores[setting]))[:4]
+    for setting in best:
+        more = run(script, f"{setting} --num-seeds 10 --seed 70000", text)
+        scores[setting] = np.append(scores[setting], run_scores(more))
+        print(f"  {np.mean(scores[setting]):.2f} {setting}", flush=True)
+    return max(best, key=lambda setting: np.mean(scores[setting]))
+
+
+def setting_scores(result, swept, width):
+    """Scores (seeds,) of each setting, by the flags that make it."""
+    scores = {}
+    for setting in dict.fromkeys(result.saved["runs.setting"]):
+        rows = result.saved["runs.setting"] == setting
+        flags = []
+        for name in swept:
+            values = result.saved.get(f"runs.{name.replace('-', '_')}")
+            flags.append(width if values is None else f"--{name} {values[rows][0]:g}")
+        scores[" ".join(flags)] = run_scores(result)[rows]
+    return scores
+
+
+def run_scores(result):
+    """Greedy return (R,), with a little of the training return of all lines to order equal ones."""
+    return greedy_means(result) + np.nanmean(result.saved["curves.returns"], axis=0) / 1000
+
+
+def lesson_cells(result, bound, early):
+    """Format the first columns of LESSON_HEAD."""
+    greedy, returns = greedy_means(result), result.saved["curves.returns"]
+    first = np.median(first_at(result, early))
+    return [
+        f"{np.sum(greedy >= bound)} of {len(greedy)}",
+        mean(greedy),
+        f"{greedy.min():.0f}",
+        mean(np.nanmean(returns[-3:], axis=0), 0),
+        "never" if np.isinf(first) else f"{first / 1e3:.0f}k",
+    ]
+
+
+def first_at(result, bound):
+    """Environment steps (R,) until the returns of training reach a bound; infinite if never."""
+    reached = result.saved["curves.returns"] >= bound
+    return np.where(reached, result.saved["curves.timesteps"], np.inf).min(axis=0)
 
 
 def lesson_cartpole():
-    """The same on CartPole-v1, without a figure."""
-    return lesson("CartPole-v1")
+    """The same steps on CartPole-v1, where only the rate is searched, on 100 seeds.
 
-
-def lesson(task):
-    """Add one idea at a time."""
-    rows, results = [], []
+    Ten seeds would not show that one run of ten fails.
+    """
+    rows = []
     for step, (script, flags) in STEPS.items():
-        rate, result = choose_rate_and_run(task, step)
-        greedy = greedy_means(result)
-        passed = f"{np.sum(greedy >= LESSON[task][1])} of {len(greedy)}"
-        training = mean(np.nanmean(result.saved["curves.returns"][-3:], axis=0), 0)
-        command = " ".join(f"`{script} {flags} --learning-rate {rate}`".split())
-        rows.append([step, passed, mean(greedy), f"{greedy.min():.0f}", training, command])
-        results.append(result)
-    if task == "MountainCar-v0":
-        draw_lesson(results)
-    head = [task, "passed", "greedy return", "worst run", "training return", "command"]
-    return table(head, rows)
-
-
-def choose_rate_and_run(task, step):
-    """Choose the best learning rate. Return it, and what it makes of 100 fresh seeds."""
-    (flags, _, num_seeds), (script, more) = LESSON[task], STEPS[step]
-    rates = f"--learning-rate {' '.join(RATES)}"
-    searched = run(script, f"{flags} {more} {rates} --num-seeds {num_seeds} --seed 60000")
-    rate = RATES[best_rate(searched)]
-    command = f"{flags} {more} --learning-rate {rate} --num-seeds 100 {FRESH}"
-    return rate, run(script, command, patched(script, "greedy_returns"))
-
-
-def best_rate(result):
-    """Number of the rate with the best greedy return; of equal ones, the best training return."""
-    training = np.nanmean(result.saved["curves.returns"], axis=0)  # of all lines
-    scores = greedy_means(result) + training / 1000
-    return scores.reshape(len(RATES), -1).mean(axis=1).argmax()
+        rates = "--learning-rate 0.001 0.003 0.01 0.03 0.1 0.3"
+        searched = run(script, f"{flags} {rates} --num-seeds 100 --seed 60000")
+        scores = setting_scores(searched, ["learning-rate"], "")
+        chosen = f"{flags} {max(scores, key=lambda rate: scores[rate].mean())}".strip()
+        result = run(script, f"{chosen} --num-seeds 100 {FRESH}")
+        rows.append([step, *lesson_cells(result, 475, 475), f"`{script} {chosen}`"])
+    head = ["first at 475" if name == "first at -150" else name for name in LESSON_HEAD]
+    return table(["CartPole-v1", *head], rows)
 
 
 def draw_lesson(results):
@@ -335,8 +392,8 @@ ACROBOT_EPISODES = "--env-id Acrobot-v1 --num-envs 256 --num-iterations 50 --lea
 TASKS = [
     *((script, ACROBOT, -200) for script in TRIO),
     (REINFORCE, ACROBOT_EPISODES, -200),
-    (REPLAY, f"{MOUNTAIN_CAR} --learning-rate 0.01", -125),
-    (DECAY, f"{MOUNTAIN_CAR} --learning-rate 0.01", -125),
+    (REPLAY, f"{MOUNTAIN_CAR} --sigma 0.15 --learning-rate 0.01", -125),
+    (DECAY, f"{MOUNTAIN_CAR} --sigma 0.15 --learning-rate 0.01", -125),
     (REINFORCE, CONTINUOUS, 75),
     (REINFORCE, "--env-id Pendulum-v1 --num-envs 128 --num-iterations 500", -260),
 ]

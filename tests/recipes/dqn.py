@@ -100,12 +100,12 @@ def parse_args(argv=None):
     flag("--buffer-size", type=count, default=100_000, help="transitions that the buffer holds")
     flag("--batch-size", type=count, default=64, help="transitions per update")
     sweep("--tau", type=fraction, default=[0.05], help="step size of the averaged network")
-    sweep("--learning-rate", type=positive, default=[0.002], help="initial value, falls to 0")
+    sweep("--learning-rate", type=positive, default=[0.001], help="initial value, falls to 0")
     sweep("--gamma", type=fraction, default=[0.99], help="discount factor")
     sweep("--start-e", type=fraction, default=[1.0], help="initial probability of a random action")
     sweep("--end-e", type=fraction, default=[0.05], help="lowest probability of a random action")
     sweep("--epsilon-decay", type=fraction, default=[0.999], help="factor per vector step")
-    flag("--hidden-size", type=count, default=128, help="units of each of two hidden layers")
+    flag("--hidden-size", type=count, default=64, help="units of each of two hidden layers")
     flag("--eval-episodes", type=count, default=100, help="greedy episodes after training")
     flag("--save", metavar="FILE.npz", help="write weights, learning curves and flags")
     flag("--plot", metavar="FILE.png", help="draw the learning curves (.png, .pdf, .svg)")
@@ -164,9 +164,13 @@ def optimizer(run):
 
 
 def init_layer(key, inputs, outputs):
-    """A layer of the network: random weights (He et al. 2015), and biases of 0."""
-    weights = math.sqrt(2 / inputs) * jax.random.normal(key, (inputs, outputs))
-    return {"w": weights, "b": jnp.zeros(outputs)}
+    """A layer of the network: random weights (He et al. 2015), and biases of the same size.
+
+    With biases of 0, the normalized units would depend on the direction of an observation alone:
+    near zero, where a pole is balanced, tiny differences would change all of them.
+    """
+    weights = math.sqrt(2 / inputs) * jax.random.normal(key, (inputs + 1, outputs))
+    return {"w": weights[:-1], "b": weights[-1]}
 
 
 def init_state(run):

@@ -159,9 +159,13 @@ def optimizer(run):
 
 
 def init_layer(key, inputs, outputs):
-    """A layer of the network: random weights (He et al. 2015), and biases of 0."""
-    weights = math.sqrt(2 / inputs) * jax.random.normal(key, (inputs, outputs))
-    return {"w": weights, "b": jnp.zeros(outputs)}
+    """A layer of the network: random weights (He et al. 2015), and biases of the same size.
+
+    With biases of 0, the normalized units would depend on the direction of an observation alone:
+    near zero, where a pole is balanced, tiny differences would change all of them.
+    """
+    weights = math.sqrt(2 / inputs) * jax.random.normal(key, (inputs + 1, outputs))
+    return {"w": weights[:-1], "b": weights[-1]}
 
 
 def init_state(run):
