@@ -2,13 +2,14 @@
 
 They are the first thing to try on a changed learner (Jones, "Debugging RL, without the agonizing
 pain", 2021). Each adds one difficulty to the one before, so the first that fails says where to
-look. The environments are for the TD scripts and REINFORCE, the grids for the grid world.
+look. The grids are for the grid world, and the environments for all other learners.
 
 `learn`, `play`, `criticize` and `tabulate` try one learner on one probe. They call the script's
 `init_state`, `train_interval` and `evaluate`.
 """
 
 import importlib.util
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -22,9 +23,6 @@ from gymnax.environments import environment, spaces
 
 GAMMA = 0.5
 FLAGS = "--num-intervals 1 --gamma 0.5 --num-envs 8"
-REINFORCE_FLAGS = (
-    f"{FLAGS} --num-iterations 60 --learning-rate 0.1 --hidden-size 8 --eval-episodes 20"
-)
 
 
 @struct.dataclass
@@ -227,7 +225,7 @@ def import_file(path):
 def attempts_of(script):
     """The probes of a script, each with the function that tries it.
 
-    REINFORCE learns no values, so it is only tried where actions matter.
+    A policy without values is only tried where actions matter, and a critic where they do not.
     """
     if "q_table" in script.TrainState._fields:
         return [(tabulate, probe) for probe in (Bandit, Corridor, Cliff)]
@@ -235,44 +233,66 @@ def attempts_of(script):
         return [(learn, probe) for probe in VALUES]
     attempts = [(play, probe) for probe in (Choice, Match, Memory, Aim)]
     if hasattr(script, "state_value"):
-        attempts += [(criticize, probe) for probe in (Constant, Light, Later, Endless)]
+        attempts += [(criticize, probe) for probe in (Constant, Light, Later, Endless, Lengths)]
     return attempts
 
 
 def learn(script, probe, flags=""):
-    """Train a linear learner on a probe, and compare what it learned with the values above."""
-    script.OBS_SCALE["probe"] = [1.0]
+    """Train a learner on a probe, and compare its values of actions with those above."""
     own = f"{FLAGS} --learning-rate 0.02 --total-timesteps 8000"
     if probe is Coin:  # average over many rewards
         own = f"{FLAGS} --learning-rate 0.0005 --total-timesteps 32000"
-    if probe is Apart and "batch_size" in vars(script.parse_args([])):
+    arguments = vars(script.parse_args([]))
+    if probe is Apart and "batch_size" in arguments:
         # Learn from one of the 8 newest transitions. With a key that is used again, it is always
         # that of the same environment.
         own = f"{FLAGS} --learning-rate 0.02 --total-timesteps 64000 --buffer-size 8 --batch-size 1"
+    if "hidden_size" in arguments:
+        own = own.replace("0.02", "0.005") + " --hidden-size 32"
+    if "q_lambda" in arguments:
+        own += " --num-steps 4"
+        if probe in (Best, Memory, Apart):  # whose returns have the rewards of random actions
+            own += " --q-lambda 0"
+    if hasattr(script, "OBS_SCALE"):
+        script.OBS_SCALE["probe"] = [1.0]
     env = probe()
     run = run_in(env, env.default_params, script, f"{own} {flags}", env_id="probe")
     state, _ = jit(script.train_interval, run)(script.init_state(run))
-    learned = [state.centers, state.weights] if hasattr(state, "centers") else [state.weights]
-    values = [script.q_values(run, *learned, jnp.array([x], float)) for x in VALUES[probe]]
+    if hasattr(state, "params"):
+        q_values = partial(script.q_values, state.bounds, state.params)
+    elif hasattr(state, "centers"):
+        q_values = partial(script.q_values, run, state.centers, state.weights)
+    else:
+        q_values = partial(script.q_values, run, state.weights)
+    values = [q_values(jnp.array([x], float)) for x in VALUES[probe]]
     # Their values differ by 0.2 and more; features overlap, so learned ones are near, not equal.
     np.testing.assert_allclose(values, [*VALUES[probe].values()], atol=0.05)
 
 
 def play(script, probe, flags=""):
-    """Train REINFORCE on a probe, and see whether its greedy actions are the best ones."""
-    run = run_in(probe(), probe.default_params, script, f"{REINFORCE_FLAGS} {flags}")
-    state, _ = jit(script.train_interval, run)(script.init_state(run))
+    """Train a policy on a probe, and see whether its greedy actions are the best ones."""
+    state, run = train_policy(script, probe, flags)
     assert jit(script.evaluate, run)(state)["greedy_return"].tolist() == [1.0] * 20
 
 
 def criticize(script, probe, flags=""):
-    """Train an actor-critic on a probe whose actions change nothing, and compare its values."""
-    flags = f"{REINFORCE_FLAGS} --num-iterations 2000 --learning-rate 0.01 {flags}"
-    run = run_in(probe(), probe.default_params, script, flags)
-    state, _ = jit(script.train_interval, run)(script.init_state(run))
-    values = [script.state_value(state.params, jnp.array([x], float)) for x in VALUES[probe]]
+    """Train a policy on a probe whose actions change nothing, and compare its critic's values."""
+    state, _ = train_policy(script, probe, flags)
+    params = state.params["critic"]
+    values = [script.state_value(params, jnp.array([x], float)) for x in VALUES[probe]]
     expected = [of_actions[0] for of_actions in VALUES[probe].values()]
     np.testing.assert_allclose(values, expected, atol=0.1)
+
+
+def train_policy(script, probe, flags):
+    """Train REINFORCE or PPO on a probe. Return the state, and the run."""
+    own = f"{FLAGS} --hidden-size 8 --eval-episodes 20"
+    if "num_iterations" in vars(script.parse_args([])):
+        own += " --num-iterations 60 --learning-rate 0.1"
+    else:
+        own += " --num-steps 16 --total-timesteps 32000 --learning-rate 0.01"
+    run = run_in(probe(), probe.default_params, script, f"{own} {flags}")
+    return jit(script.train_interval, run)(script.init_state(run))[0], run
 
 
 class Grid:

@@ -1,6 +1,6 @@
 """Learners solve the probes of probes.py, and copies with a planted mistake do not.
 
-    python -m pytest -q tests/test_probes.py                          # three scripts, hard probes
+    python -m pytest -q tests/test_probes.py                          # six scripts, hard probes
     python -m pytest -q tests/test_probes.py --script my_copy.py      # a changed copy of a learner
     python -m pytest -q tests/test_probes.py --script my_copy.py --flags "--my-flag 3"
     python -m pytest -q tests/test_probes.py --script my_copy.py --on-policy    # a SARSA in tables
@@ -9,24 +9,48 @@ The path is relative to the folder in which the command is called. A copy whose 
 `q_table` is taken for a grid world, and its functions `start` and `env_step` are replaced. In any
 other copy, `make_env` gets the probe from gymnax.make. If it has `q_values`, these are compared
 with values of actions, else its greedy actions must be best. If it has `state_value(params, obs)`,
-these values are compared, too.
+the critic's values are compared, too.
 """
 
 import probes
 import pytest
-from conftest import DECAY, GRID, PARALLEL, REINFORCE, REPLAY, ROOT, load
-from probes import Apart, Bandit, Best, Cliff, Coin, Corridor, Endless, Lengths, Match, Memory
+from conftest import (
+    DECAY,
+    DQN,
+    GRID,
+    NETWORKS,
+    PARALLEL,
+    PPO,
+    PQN,
+    REINFORCE,
+    REPLAY,
+    load,
+    path_of,
+)
+from probes import (
+    Apart,
+    Bandit,
+    Best,
+    Cliff,
+    Coin,
+    Corridor,
+    Endless,
+    Later,
+    Lengths,
+    Match,
+    Memory,
+)
 
 HARD = [Best, Match, Memory, Endless, Lengths, Apart]
 
 
 def pytest_generate_tests(metafunc):
-    """Try the file that the command names, or three scripts and all mistakes."""
+    """Try the file that the command names, or six scripts and all mistakes."""
     own = metafunc.config.getoption("script")
     if "mistake" in metafunc.fixturenames:
         metafunc.parametrize("mistake", [] if own else MISTAKES)
         return
-    scripts = {name: load(name) for name in [GRID, DECAY, REINFORCE]}
+    scripts = {name: load(name) for name in [GRID, DECAY, REINFORCE, *NETWORKS]}
     if own:
         scripts = {own: probes.import_file(metafunc.config.invocation_params.dir / own)}
     cases = []
@@ -87,6 +111,24 @@ MISTAKES = {
         RESET,
         "keys = jnp.repeat(key_reset[None], run.num_envs)",
     ),
+    "a time limit taken for an end": (
+        PPO,
+        Endless,
+        "jnp.where(terminated, 0.0, values(next_obs))",
+        "jnp.where(terminated | truncated, 0.0, values(next_obs))",
+    ),
+    "a return that crosses a time limit": (
+        PQN,
+        Endless,
+        "jnp.where(transition.truncated, next_value, later)",
+        "later",
+    ),
+    "the value of the observation before": (
+        DQN,
+        Later,
+        "q_values(bounds, target_params, transition.next_obs)",
+        "q_values(bounds, target_params, transition.obs)",
+    ),
     "the end of another environment": (
         PARALLEL,
         Lengths,
@@ -98,7 +140,7 @@ MISTAKES = {
 
 def test_a_probe_finds(mistake, tmp_path):
     script, probe, right, wrong = MISTAKES[mistake]
-    copy = with_mistake(ROOT / script, right, wrong, tmp_path)
+    copy = with_mistake(path_of(script), right, wrong, tmp_path)
     [attempt] = [attempt for attempt, of in probes.attempts_of(copy) if of is probe]
     with pytest.raises(AssertionError):
         attempt(copy, probe)

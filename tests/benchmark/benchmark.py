@@ -218,7 +218,7 @@ def lesson_mountaincar():
 
 
 def search(script, flags, widths, grid, text=None):
-    """Return the flags of the best of many settings: tried with 3 seeds, the best four with 10 more.
+    """Return the flags of the best of 27 settings. All have 3 seeds, and the best four 10 more.
 
     The best has the highest mean greedy return; of equal ones, the highest training return.
     """
