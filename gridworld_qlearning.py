@@ -218,6 +218,9 @@ def grid_text(tables):  # (R, H, W, A)
     return "\n".join("  ".join(row) for row in cells)
 
 
+# Many runs at once. What follows is not about learning.
+
+
 def report(learned, rows):
     """Summary of one setting, whose agents are `rows`."""
     steps, start_value = learned["greedy_steps"][rows], learned["start_value"][rows].mean()
@@ -243,8 +246,6 @@ def draw(args, settings, results):
         axes.set_title(label)
     figure.savefig(args.plot)
 
-
-# Many runs at once. What follows is not about learning.
 
 AT_ONCE = 1  # runs vmapped together on a core of a CPU; more at once are slower
 COMPILER_OPTIONS = {}

@@ -283,6 +283,9 @@ def evaluate(run, state):
     return {"greedy_return": returns, "centers": state.centers, "weights": state.weights}
 
 
+# Many runs at once. What follows is not about learning.
+
+
 def report(learned, rows):
     """Summary of one setting, whose runs are `rows`. ±: 1.96 standard errors, 95 % if many run."""
     means = learned["greedy_return"][rows].mean(axis=1)  # one for each run
@@ -308,8 +311,6 @@ def draw(args, settings, results):
     figure.legend(loc="outside upper center", fontsize="small")
     figure.savefig(args.plot)
 
-
-# Many runs at once. What follows is not about learning.
 
 AT_ONCE = 32  # runs vmapped together on a core of a CPU; more at once are slower
 COMPILER_OPTIONS = {

@@ -307,6 +307,9 @@ def evaluate(run, state):
     return {"greedy_return": jnp.where(finite, returns, jnp.nan), "params": state.params}
 
 
+# Many runs at once. What follows is not about learning.
+
+
 def report(learned, rows):
     """Summary of one setting, whose runs are `rows`. ±: 1.96 standard errors, 95 % if many run."""
     means = learned["greedy_return"][rows].mean(axis=1)  # one for each run
@@ -347,8 +350,6 @@ def animate(args, learned):
     states = [jax.tree.map(itemgetter(t), steps.env_state) for t in range(length)]
     Visualizer(env, env_params, states, steps.reward.cumsum()).animate(args.gif)
 
-
-# Many runs at once. What follows is not about learning.
 
 AT_ONCE = 32  # runs vmapped together on a core of a CPU; more at once are slower
 COMPILER_OPTIONS = {

@@ -148,7 +148,7 @@ class TrainState(NamedTuple):
     """The state of one run."""
 
     key: jax.Array
-    bounds: jax.Array  # the largest absolute values in observations so far
+    bounds: jax.Array  # the largest absolute values in `obs` so far
     params: list  # of layers: w (inputs, outputs), b (outputs,)
     target_params: list  # running average of params
     opt_state: optax.OptState
@@ -330,8 +330,11 @@ def evaluate(run, state):
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.bounds, state.params))(keys)
     finite = jnp.isfinite(optax.tree.norm(state.params))
-    returns = jnp.where(finite, returns, jnp.nan)
+    returns = jnp.where(finite, returns, jnp.nan)  # nan: diverged
     return {"greedy_return": returns, "bounds": state.bounds, "params": state.params}
+
+
+# Many runs at once. What follows is not about learning.
 
 
 def report(learned, rows):
@@ -359,8 +362,6 @@ def draw(args, settings, results):
     figure.legend(loc="outside upper center", fontsize="small")
     figure.savefig(args.plot)
 
-
-# Many runs at once. What follows is not about learning.
 
 AT_ONCE = 32  # runs vmapped together on a core of a CPU; more at once are slower
 COMPILER_OPTIONS = {

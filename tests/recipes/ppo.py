@@ -170,8 +170,8 @@ class TrainState(NamedTuple):
 
 def optimizer(run):
     """Adam, with a rate that falls linearly to 0. What it remembers is kept in `opt_state`."""
-    num_steps = run.num_updates * run.update_epochs * run.num_minibatches
-    return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, num_steps))
+    gradient_steps = run.num_updates * run.update_epochs * run.num_minibatches
+    return optax.adam(optax.linear_schedule(run.learning_rate, 0.0, gradient_steps))
 
 
 def init_network(key, inputs, hidden_size, outputs):
@@ -374,6 +374,9 @@ def evaluate(run, state):
     return {"greedy_return": jnp.where(finite, returns, jnp.nan), "params": state.params}
 
 
+# Many runs at once. What follows is not about learning.
+
+
 def report(learned, rows):
     """Summary of one setting, whose runs are `rows`. ±: 1.96 standard errors, 95 % if many run."""
     means = learned["greedy_return"][rows].mean(axis=1)  # one for each run
@@ -399,8 +402,6 @@ def draw(args, settings, results):
     figure.legend(loc="outside upper center", fontsize="small")
     figure.savefig(args.plot)
 
-
-# Many runs at once. What follows is not about learning.
 
 AT_ONCE = 32  # runs vmapped together on a core of a CPU; more at once are slower
 COMPILER_OPTIONS = {

@@ -144,7 +144,7 @@ class TrainState(NamedTuple):
     """The state of one run."""
 
     key: jax.Array
-    bounds: jax.Array  # the largest absolute values in observations so far
+    bounds: jax.Array  # the largest absolute values in `obs` so far
     params: list  # of layers: w (inputs, outputs), b (outputs,)
     opt_state: optax.OptState
     env_state: gymnax.EnvState  # (N,)
@@ -153,8 +153,8 @@ class TrainState(NamedTuple):
 
 def optimizer(run):
     """RAdam, with a rate that falls linearly to 0. What it remembers is kept in `opt_state`."""
-    num_steps = run.num_updates * run.update_epochs * run.num_minibatches
-    rate = optax.linear_schedule(run.learning_rate, 0.0, num_steps)
+    gradient_steps = run.num_updates * run.update_epochs * run.num_minibatches
+    rate = optax.linear_schedule(run.learning_rate, 0.0, gradient_steps)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.radam(rate))
 
 
@@ -268,8 +268,8 @@ def train_step(run, state, _):
     one_step = partial(vector_step, run)
     state, (transitions, sums) = jax.lax.scan(one_step, state, length=run.num_steps)  # (T, N)
     # The targets are computed outside of the loss, so no gradient flows through them.
-    returns = partial(lambda_returns, run, state.bounds, state.params)
-    targets = jax.vmap(returns, in_axes=1, out_axes=1)(transitions)  # (T, N)
+    of_one = partial(lambda_returns, run, state.bounds, state.params)
+    targets = jax.vmap(of_one, in_axes=1, out_axes=1)(transitions)  # (T, N)
     data = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (transitions, targets))  # (B,)
 
     loss = partial(td_loss, state.bounds)
@@ -326,8 +326,11 @@ def evaluate(run, state):
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.bounds, state.params))(keys)
     finite = jnp.isfinite(optax.tree.norm(state.params))
-    returns = jnp.where(finite, returns, jnp.nan)
+    returns = jnp.where(finite, returns, jnp.nan)  # nan: diverged
     return {"greedy_return": returns, "bounds": state.bounds, "params": state.params}
+
+
+# Many runs at once. What follows is not about learning.
 
 
 def report(learned, rows):
@@ -355,8 +358,6 @@ def draw(args, settings, results):
     figure.legend(loc="outside upper center", fontsize="small")
     figure.savefig(args.plot)
 
-
-# Many runs at once. What follows is not about learning.
 
 AT_ONCE = 32  # runs vmapped together on a core of a CPU; more at once are slower
 COMPILER_OPTIONS = {
