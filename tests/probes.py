@@ -349,7 +349,7 @@ class Bandit(Grid):
 
 
 class Corridor(Grid):
-    """Four cells to the goal, where the reward is 1. Is it discounted once a step?"""
+    """Four cells to the goal, where the reward is 1. Does it count, discounted, one cell before?"""
 
     def __init__(self):
         super().__init__(1, 5, start=(0, 4), goal=(0, 0))
@@ -375,8 +375,8 @@ def tabulate(script, probe, flags="", on_policy=False):
     """
     grid = probe()
     rows, columns = grid.shape
-    own = f"--num-intervals 1 --num-rows {rows} --num-columns {columns} --total-timesteps 30000"
-    own += " --gamma 0.8 --epsilon 0.5 --learning-rate 0.05"
+    own = f"--num-intervals 1 --num-rows {rows} --num-columns {columns} --total-timesteps 100000"
+    own += " --gamma 0.8 --epsilon 0.3 --learning-rate 0.05"
     run = one_run(script, f"{own} {flags}")
 
     def agent(seed):
