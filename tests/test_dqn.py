@@ -136,7 +136,7 @@ def expected_loss(params, bounds, batch, targets):
 def test_each_update_is_a_step_of_adam_along_the_gradient_of_the_loss(learning):
     """By all parameters. Its size falls to 0 in the 79 updates that were asked for."""
     loss_and_slope = jax.jit(jax.value_and_grad(expected_loss))
-    adam = optax.adam(lambda count: 0.02 * jnp.maximum(0, 1 - count / 79))
+    adam = optax.adam(lambda count: 0.02 * jnp.maximum(0, 1 - count / 79), eps=1e-3)
     moments, update_of = adam.init(learning.after[0]), jax.jit(adam.update)
     for update, params in zip(learning.updates, learning.after, strict=True):
         loss, gradient = loss_and_slope(update.params, update.bounds, update.batch, update.targets)

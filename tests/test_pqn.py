@@ -159,7 +159,7 @@ def expected_loss(params, bounds, batch, targets):
 def test_each_update_is_a_step_of_radam_along_the_clipped_gradient_of_the_loss(learning):
     """By all parameters. The longest gradient is 1. The rate falls to 0 in the 23 * 6 updates."""
     loss_and_slope = jax.jit(jax.value_and_grad(expected_loss))
-    radam = optax.radam(lambda count: 0.02 * jnp.maximum(0, 1 - count / 138))
+    radam = optax.radam(lambda count: 0.02 * jnp.maximum(0, 1 - count / 138), eps=1e-3)
     moments, update_of = radam.init(learning.after[0]), jax.jit(radam.update)
     norms = []
     for update, params in zip(learning.updates, learning.after, strict=True):
