@@ -71,6 +71,11 @@ def pytest_addoption(parser):
     parser.addoption("--on-policy", action="store_true", help="test_probes.py: a SARSA in tables")
 
 
+def pytest_configure(config):
+    """Fail where an array is stored in one of another type: integers would cut rewards."""
+    config.addinivalue_line("filterwarnings", "error:scatter inputs have incompatible types")
+
+
 def path_of(script):
     """The path of a script: it is in the top folder, or in tests/recipes/."""
     return (RECIPES if script in NETWORKS else ROOT) / script

@@ -212,6 +212,36 @@ def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *learned)
 
 
+@pytest.mark.parametrize("name", [DECAY, REINFORCE, *NETWORKS])
+def test_the_fiftieth_of_fifty_updates_learns_and_the_next_one_does_not(name):
+    """In 17 intervals, 51 are made."""
+    script = load(name)
+    run = small_run(name, f"{FIFTY[name]} --num-intervals 20")
+    state, train_interval = script.init_state(run), jit(script.train_interval, run)
+    for _ in range(16):
+        state, _ = train_interval(state)
+    assert run.interval_updates == 3
+    one_update = jax.jit(lambda state: script.train_step(run, state, None)[0])
+    states = [state]
+    for _ in range(3):
+        states.append(one_update(states[-1]))
+    [part] = {"weights", "params"} & set(state._fields)
+    *_, before, fiftieth, last = [jax.tree.leaves(getattr(state, part)) for state in states]
+    assert not all(map(np.array_equal, before, fiftieth))
+    assert all(map(np.array_equal, fiftieth, last))
+
+
+def test_the_last_step_of_the_grid_world_learns_and_the_next_one_does_not():
+    script = load(GRID)
+    run = small_run(GRID, "--total-timesteps 50")
+    draws = jnp.array(True), jnp.array([0.9, 0.9])
+    state = script.init_state(run)._replace(q_table=script.init_state(run).q_table + 1)
+    for timesteps, learns in (49, True), (50, False):
+        before = state._replace(timesteps=jnp.array(timesteps))
+        after, _ = script.train_step(run, before, draws)
+        assert np.array_equal(after.q_table, before.q_table) != learns
+
+
 @pytest.mark.parametrize("name", [PARALLEL, *DISTINCT])  # the first has --epsilon
 def test_the_ends_of_each_range_of_values_and_the_largest_seeds_stay_finite(name):
     """All combinations, as one program."""

@@ -24,6 +24,17 @@ def test_commands_are_accepted(monkeypatch, tmp_path):
         load(script).parse_args(flags.replace("\\\n", " ").split())
 
 
+def test_the_rows_of_the_lesson_are_accepted():
+    """All but the one with tiles, whose flags come with a recipe."""
+    [task] = re.findall(r'^TASK="(.*)"$', README, re.M)
+    [radial] = re.findall(r'^RADIAL="(.*)"$', README, re.M)
+    rows = re.findall(r"`(\w+\.py) \$RADIAL (.*?)`", README)
+    assert len(rows) == 4
+    for script, flags in rows:
+        args = load(script).parse_args(f"{radial.replace('$TASK', task)} {flags}".split())
+        assert (args.env_id, args.num_centers, args.seed) == ("MountainCar-v0", 1000, 271_000)
+
+
 def assert_solved(results):
     """In 100 greedy episodes, and nearly so in training, where some actions are random."""
     assert results["learned"]["greedy_return"].shape == (1, 100)

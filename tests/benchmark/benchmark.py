@@ -305,12 +305,10 @@ def draw_lesson(results):
         low, median, high = np.quantile(y, [0.1, 0.5, 0.9], axis=1)
         axes.fill_between(x, low, high, color="C0", alpha=0.25, linewidth=0)
         axes.plot(x, median, color="C0", linewidth=2.5)
-        axes.set_title(step.replace(": ", "\n"), fontsize="large")
+        axes.set_title(step.replace(": ", "\n"), fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("greedy return", fontsize="large")
-    panels[1].text(120, -165, "median, and 10 % to\n90 % of the runs", color="C0")
-    panels[1].text(330, -160, "without\na buffer", color="gray")
-    figure.supxlabel("thousand environment steps", fontsize="large")
+    panels[0].set(ylabel="greedy return")
+    figure.supxlabel("thousand environment steps", fontsize="medium")
     figure.savefig(PICTURES / "lesson.png")
 
 
