@@ -234,7 +234,7 @@ def test_the_fiftieth_of_fifty_updates_learns_and_the_next_one_does_not(name):
 def test_the_last_step_of_the_grid_world_learns_and_the_next_one_does_not():
     script = load(GRID)
     run = small_run(GRID, "--total-timesteps 50")
-    draws = jnp.array(True), jnp.array([0.9, 0.9])
+    draws = jnp.array(True), jnp.array(0.9)
     state = script.init_state(run)._replace(q_table=script.init_state(run).q_table + 1)
     for timesteps, learns in (49, True), (50, False):
         before = state._replace(timesteps=jnp.array(timesteps))
