@@ -47,7 +47,7 @@ DIFFERENT = {
         [[*TRIO, *VALUES]],
         "the grid world breaks ties at random: its table starts at 0",
     ),
-    "optimizer": ([[*TRIO, REINFORCE, DQN]], "PPO and PQN have several steps in an update"),
+    "optimizer": ([[*TRIO, REINFORCE]], "PPO and PQN have several steps in an update, DQN an eps"),
     "q_values": ([TRIO, VALUES], "linear features or a network"),
     "vector_step": ([[PARALLEL, REPLAY]], "epsilon decays; networks need other arrays of a step"),
     "advantages": ([], "REINFORCE's have no critic"),

@@ -8,7 +8,6 @@ import dis
 import importlib.util
 import itertools
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -265,10 +264,10 @@ def test_resume_refuses_to_save_the_results_where_the_state_is():
         changed("resume").parse_args("--resume x.npz --save x.npz".split())
 
 
-def test_a_learner_learns_an_environment_of_ones_own(monkeypatch, tmp_path):
+def test_a_learner_learns_an_environment_of_ones_own(tmp_path):
     """As a program, whose name may be followed by flags of the script."""
-    monkeypatch.setattr(sys, "argv", ["", "--num-intervals", "2", "--save", f"{tmp_path}/x.npz"])
-    runpy.run_path(str(RECIPES / "own_environment.py"), run_name="__main__")
+    program = [sys.executable, str(RECIPES / "own_environment.py")]
+    subprocess.run([*program, "--num-intervals", "2", "--save", f"{tmp_path}/x.npz"], check=True)
     # Random actions have a return of about -75. The best possible is -8.6.
     assert np.load(tmp_path / "x.npz")["learned.greedy_return"].mean() > -35
 
