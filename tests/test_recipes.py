@@ -266,8 +266,11 @@ def test_resume_refuses_to_save_the_results_where_the_state_is():
 
 def test_a_learner_learns_an_environment_of_ones_own(tmp_path):
     """As a program, whose name may be followed by flags of the script."""
-    program = [sys.executable, str(RECIPES / "own_environment.py")]
-    subprocess.run([*program, "--num-intervals", "2", "--save", f"{tmp_path}/x.npz"], check=True)
+    for path in ROOT / "replay_td.py", RECIPES / "own_environment.py":
+        shutil.copy(path, tmp_path)
+    program = [sys.executable, "own_environment.py"]
+    flags = "--num-intervals 2 --save x.npz".split()
+    subprocess.run([*program, *flags], cwd=tmp_path, check=True)
     # Random actions have a return of about -75. The best possible is -8.6.
     assert np.load(tmp_path / "x.npz")["learned.greedy_return"].mean() > -35
 
