@@ -27,6 +27,8 @@ from conftest import (
 )
 from gymnax.visualize import visualizer
 
+ENVIRONMENTS = list(gymnax.registered_envs)  # before a test of a recipe adds its own
+
 
 @pytest.fixture
 def refusal(capsys):
@@ -140,7 +142,7 @@ def test_a_film_is_accepted_of_exactly_those_environments_that_gymnax_draws(refu
     for name in "gym", "catch", "minatar", "circle", "maze":
         monkeypatch.setattr(visualizer, f"vis_{name}", Mock())
     script = load(REINFORCE)
-    for name in gymnax.registered_envs:
+    for name in ENVIRONMENTS:
         film = visualizer.Visualizer(SimpleNamespace(name=name), None, [None])
         film.init()
         plt.close(film.fig)
