@@ -209,6 +209,9 @@ def evaluate(run, state):
     }
 
 
+# Many runs at once. What follows is not about learning.
+
+
 def grid_text(tables):  # (R, H, W, A)
     """Means of max_a Q, and greedy actions of the mean table; "." where all are 0."""
     values = tables.max(axis=-1).mean(axis=0)  # (H, W)
@@ -216,9 +219,6 @@ def grid_text(tables):  # (R, H, W, A)
     signs = np.where(np.any(table, axis=-1), SIGNS[table.argmax(axis=-1)], ".")
     cells = np.char.add(signs, np.char.mod(" %.3f", values))
     return "\n".join("  ".join(row) for row in cells)
-
-
-# Many runs at once. What follows is not about learning.
 
 
 def report(learned, rows):
