@@ -292,7 +292,7 @@ def report(learned, rows):
     text = f"greedy return {means.mean():#.4g}"
     if len(means) > 1:
         error = means.std(ddof=1) / math.sqrt(len(means))
-        text += f" ± {1.96 * error:.2g}  worst run {means.min():#.4g}"
+        text += f" ± {1.96 * error:.3g}  worst run {means.min():#.4g}"
     return text
 
 

@@ -299,7 +299,7 @@ def test_a_report_has_the_mean_of_a_setting_with_its_interval_and_the_worst_run(
     """The rows from 1 on have the means 16, 3 and 21. Their variance is 86 + 1/3."""
     text = load(PARALLEL).report({"greedy_return": RETURNS}, slice(1, 4))
     assert numbers_after("greedy return", text) == [13.33]
-    assert numbers_after("±", text) == [11]  # 1.96 * sqrt((86 + 1/3) / 3) = 10.51
+    assert numbers_after("±", text) == [10.5]  # 1.96 * sqrt((86 + 1/3) / 3) = 10.514
     assert numbers_after("worst run", text) == [3]
 
 
