@@ -8,10 +8,10 @@
     target  =  r + gamma max_a' Q(s', a'),    or r if s' is the goal
 
 This update follows each step (Watkins 1989; Sutton & Barto 2018, section 6.5). The agent starts in
-the lower right cell, and the reward is 1 in the upper left cell, the goal, and 0 elsewhere. Only
-the actions are random. So a constant alpha converges to the exact values, as long as all actions
-are tried again and again (epsilon > 0). The exact value is Q(s, a) = gamma^(d - 1), where d is the
-number of steps of the shortest path from s to the goal whose first action is a.
+the lower right cell, and the reward is 1 in the upper left cell, the goal, and 0 elsewhere. Moves
+and rewards are not random, so a constant alpha converges to the exact values, as long as all
+actions are tried again and again (epsilon > 0). The exact value is Q(s, a) = gamma^(d - 1), where d
+is the number of steps of the shortest path from s to the goal whose first action is a.
 
     python gridworld_qlearning.py                                          # one agent
     python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # 1,000 agents
@@ -138,7 +138,8 @@ def init_state(run):
 def select_action(values, explore, uniform):
     """Choose among all actions if the agent explores, else among those of the highest value.
 
-    Each of n candidates is equally likely: a uniform number in [0, 1) picks floor(n uniform).
+    Each candidate is equally likely. If these are actions 1 and 3, a uniform number below 0.5 picks
+    action 1, and another one action 3.
     """
     candidates = explore | (values == jnp.max(values))  # (A,)
     counts = jnp.cumsum(candidates)  # (A,) candidates up to each action

@@ -299,7 +299,7 @@ def train_interval(run, state):
 
 def evaluate(run, state):
     """Results of a run: the returns of greedy episodes, and what was learned."""
-    # `split` gives keys number 0, 1, ... of a key. Number 999 stays free for evaluation.
+    # `fold_in` makes a key that training never uses.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     episodes = jax.vmap(partial(play, run, state.params, greedy=True))(keys)  # (eval_episodes, T)
     returns = jnp.sum(episodes.reward, axis=1)

@@ -367,7 +367,7 @@ def greedy_return(run, params, key):
 
 def evaluate(run, state):
     """Results of a run: the returns of greedy episodes, and what was learned."""
-    # `split` gives keys number 0, 1, ... of a key. Number 999 stays free for evaluation.
+    # `fold_in` makes a key that training never uses.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.params))(keys)
     finite = jnp.isfinite(optax.tree.norm(state.params))
