@@ -24,18 +24,37 @@ import numpy as np
 import optax
 import probes
 import pytest
-from conftest import DECAY, GRID, LEARNERS, PARALLEL, REINFORCE, REPLAY, ROOT, jit, one_run, watch
+from conftest import (
+    DECAY,
+    DQN,
+    GRID,
+    LEARNERS,
+    PARALLEL,
+    PPO,
+    PQN,
+    RECIPES,
+    REINFORCE,
+    REPLAY,
+    ROOT,
+    jit,
+    one_run,
+    path_of,
+    watch,
+)
 from environments import Noise
 from test_td import features
 
-RECIPES = ROOT / "tests" / "recipes"
 WIDTH = SimpleNamespace(sigma=0.5)  # of the features
 FOLDER = tempfile.TemporaryDirectory()  # of the changed scripts
 sys.path.append(str(RECIPES))
 LOGGED = []  # what the recipe `logger` gives to Weights & Biases, which need not be installed
 sys.modules["wandb"] = SimpleNamespace(init=dict, log=lambda means, step: LOGGED.append(means))
 TD = "--num-intervals 2 --total-timesteps 640 --eval-episodes 2"
+NETWORK = f"{TD} --num-envs 4 --hidden-size 8"
 FLAGS = {
+    PPO: NETWORK,
+    PQN: NETWORK,
+    DQN: NETWORK,
     GRID: "--num-intervals 2 --total-timesteps 4000 --plot x.png",
     REINFORCE: "--num-intervals 2 --num-iterations 4 --num-envs 2 --eval-episodes 2",
 }
@@ -69,6 +88,9 @@ STARTED = [
     (REPLAY, "double_q_learning", "greedy_returns", "logger", "resume"),
     (DECAY, "double_q_learning", "greedy_returns", "logger", "resume"),
     (REINFORCE, "resume"),
+    (PPO, "greedy_returns", "logger", "resume"),
+    (PQN, "greedy_returns", "logger", "resume"),
+    (DQN, "greedy_returns", "logger", "resume"),
 ]
 
 
@@ -84,7 +106,7 @@ def changed(*recipes, script=None):
     """Copy a script into an empty folder, change it there as a user would, and import it."""
     script = script or scripts_of(recipes[0])[0]
     copy = Path(tempfile.mkdtemp(dir=FOLDER.name)) / script
-    shutil.copy(ROOT / script, copy)
+    shutil.copy(path_of(script), copy)
     for recipe in recipes:
         if complaint := apply(recipe, script, copy.parent):
             pytest.fail(f"{recipe}, {script}:\n{complaint}", pytrace=False)
@@ -100,7 +122,7 @@ def test_two_recipes_apply_together_if_and_only_if_the_page_says_so(script, tmp_
     together = set()
     recipes = [recipe for name, recipe in SINGLE if name == script]
     for first, second in itertools.permutations(recipes, 2):
-        shutil.copy(ROOT / script, tmp_path)
+        shutil.copy(path_of(script), tmp_path)
         assert apply(first, script, tmp_path) == ""
         if apply(second, script, tmp_path) == "":
             together.add((script, first, second))
