@@ -26,6 +26,8 @@ Traps:
 - A wrapper that changes observations must also change info["final_observation"], which has the last
   observation of an episode. Otherwise, targets are computed from observations of another kind.
 - reinforce_parallel.py needs `observation_space`, and the other learners do not.
+- With ppo.py in the place of replay_td.py, OBS_SCALE, --sigma and --tau go out. After 100,000 steps
+  with the default rate, 40 runs have -11.4 on average, and one of them does not learn (-96).
 """
 
 import sys
