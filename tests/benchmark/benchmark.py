@@ -415,7 +415,8 @@ def tasks_networks():
     """The commands for other tasks in the docstrings of PPO, PQN and DQN, on 100 fresh seeds."""
     commands = []
     for script in NETWORKS:
-        for flags, task in re.findall(rf"python {script} (--env-id (\S+).*)", text_of(script)):
+        text = text_of(script).replace("\\\n        ", "")  # a command may take two lines
+        for flags, task in re.findall(rf"python {script} (--env-id (\S+).*)", text):
             commands.append((script, flags, BOUNDS[task]))
     return tasks(commands, "--seed 671000")  # see learning_networks
 

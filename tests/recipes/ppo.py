@@ -2,7 +2,7 @@
 # requires-python = ">=3.11,<3.15"
 # dependencies = ["jax==0.10.1", "optax==0.2.8", "gymnax==1.0.1", "six==1.17.0"]  # gymnax needs six
 # ///
-"""PPO (proximal policy optimization): an actor and a critic learn from N parallel environments.
+r"""PPO (proximal policy optimization): an actor and a critic learn from N parallel environments.
 
 Each iteration plays T steps in N environments with the policy pi_old, and then learns from these
 B = T * N transitions several times, in minibatches. A minibatch gives one Adam step on
@@ -22,7 +22,8 @@ are clipped.
     python ppo.py                                                         # one run
     python ppo.py --clip-coef 0.1 0.2 --num-seeds 20 --plot curve.png     # forty runs
     python ppo.py --env-id Acrobot-v1 --total-timesteps 3e5
-    python ppo.py --env-id Pendulum-v1 --total-timesteps 1e6 --learning-rate 0.01 --gamma 0.95
+    python ppo.py --env-id Pendulum-v1 --total-timesteps 1e6 --num-steps 200 \
+        --learning-rate 0.01 --gamma 0.95
 
 Shapes: R runs, K intervals, N = num_envs environments, T = num_steps steps, B = T * N transitions,
 D observation dimensions (of a picture, all its numbers), H = hidden_size units, A actions, or
