@@ -38,7 +38,7 @@ close, equal = (
 FLAGS = "--num-envs 6 --num-steps 7 --update-epochs 2 --num-minibatches 3 --hidden-size 8"
 FLAGS += " --total-timesteps 930 --num-intervals 2 --learning-rate 0.005 --gamma 0.8"
 FLAGS += " --gae-lambda 0.6 --clip-coef 0.05 --ent-coef 0.3"
-ENVS = {"the pole": pole_run, "Echo": partial(run_in, Echo((2,)), Echo.default_params)}
+ENVS = {"the pole": pole_run, "Echo": partial(run_in, Echo((1, 2)), Echo.default_params)}
 
 
 def forward(params, obs):

@@ -22,7 +22,6 @@ from environments import (
     noise_run,
     play_in_gymnasium,
     pole_run,
-    run_in,
     step_in_gymnasium,
 )
 from scipy.stats import kstest
@@ -348,29 +347,6 @@ def test_the_other_tasks_are_learned_from(name, env_id):
         state, (metrics, _) = train_step(state, None)
     assert 0 < metrics["td_error"] < 2
     assert np.isfinite(state.weights).all() and state.weights.any()
-
-
-class Columns(Noise):
-    """The same numbers, in two rows and two columns."""
-
-    def reset_env(self, key, params):
-        obs, state = super().reset_env(key, params)
-        return obs.reshape(2, 2), state
-
-    def step_env(self, key, state, action, params):
-        obs, *others = super().step_env(key, state, action, params)
-        return obs.reshape(2, 2), *others
-
-
-@pytest.mark.parametrize("name", TRIO[:2])
-def test_an_observation_of_two_axes_is_read_as_one(name):
-    script, learned = load(name), []
-    for env in Noise(), Columns():
-        run = run_in(env, env.default_params, script, "--num-centers 3 --num-envs 4")
-        state, _ = jit(script.train_step, run)(script.init_state(run), None)
-        learned.append(jit(script.evaluate, run)(state))
-    jax.tree.map(partial(close, rtol=1e-5), *learned)
-    assert learned[0]["weights"].any()
 
 
 def test_a_scale_of_another_length_than_the_observation_is_refused(monkeypatch):
