@@ -25,6 +25,7 @@ class Noise(environment.Environment):
     It has as many numbers as that of CartPole-v1, and compiles in half the time.
     """
 
+    num_actions = 3
     default_params = environment.EnvParams(max_steps_in_episode=5)
 
     def reset_env(self, key, params):
@@ -35,7 +36,7 @@ class Noise(environment.Environment):
         return obs, state, jnp.array(1.0), jnp.array(False), {}
 
     def action_space(self, params):
-        return spaces.Discrete(3)
+        return spaces.Discrete(self.num_actions)
 
     def observation_space(self, params):
         return spaces.Box(0.0, 1.0, (4,))
