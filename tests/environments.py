@@ -25,6 +25,7 @@ class Noise(environment.Environment):
     It has as many numbers as that of CartPole-v1, and compiles in half the time.
     """
 
+    num_actions = 3
     default_params = environment.EnvParams(max_steps_in_episode=5)
 
     def reset_env(self, key, params):
@@ -35,7 +36,7 @@ class Noise(environment.Environment):
         return obs, state, jnp.array(1.0), jnp.array(False), {}
 
     def action_space(self, params):
-        return spaces.Discrete(3)
+        return spaces.Discrete(self.num_actions)
 
     def observation_space(self, params):
         return spaces.Box(0.0, 1.0, (4,))
@@ -44,6 +45,37 @@ class Noise(environment.Environment):
 def noise_run(script, flags, **values):
     """One run in a new `Noise`: jax would not compile the steps of a known one once more."""
     return run_in(Noise(), Noise.default_params, script, flags, **values)
+
+
+class Columns(Noise):
+    """The same numbers, as a picture of two rows and two columns."""
+
+    def reset_env(self, key, params):
+        obs, state = super().reset_env(key, params)
+        return obs.reshape(2, 2), state
+
+    def step_env(self, key, state, action, params):
+        obs, *others = super().step_env(key, state, action, params)
+        return obs.reshape(2, 2), *others
+
+    def observation_space(self, params):
+        return spaces.Box(0.0, 1.0, (2, 2))
+
+
+class Echo(Noise):
+    """The reward is the sum of the action. Bounds are -1 and 3, -1 and 7, -1 and 11, ..."""
+
+    def __init__(self, shape):
+        self.shape = shape
+
+    def step_env(self, key, state, action, params):
+        assert action.shape == self.shape
+        obs, state, _, terminated, info = super().step_env(key, state, 0, params)
+        return obs, state, jnp.sum(action), terminated, info
+
+    def action_space(self, params):
+        high = 3.0 + 4 * np.arange(np.prod(self.shape, dtype=int)).reshape(self.shape)
+        return spaces.Box(jnp.full(self.shape, -1.0), jnp.array(high), self.shape)
 
 
 class Pole(CartPole):

@@ -11,8 +11,10 @@ import matplotlib.pyplot as plt
 import pytest
 from conftest import (
     CAR,
+    DECAY,
     DQN,
     FRACTIONS,
+    GRID,
     LEARNERS,
     NETWORKS,
     PARALLEL,
@@ -20,6 +22,7 @@ from conftest import (
     PPO,
     PQN,
     REINFORCE,
+    REPLAY,
     SCRIPTS,
     TRIO,
     load,
@@ -76,6 +79,36 @@ def test_values_up_to_a_limit_are_accepted_and_others_are_refused(
         for value in wrong.split():
             error = refusal(script, f"{flag} {value}")
             assert any(word in error for word in flag.split() if word.startswith("--"))
+
+
+# The flags of each script that are numbers of something, so integers of at least 1.
+TD = "--num-seeds --total-timesteps --num-intervals --num-envs --eval-episodes"
+COUNTS = {
+    PARALLEL: f"{TD} --num-steps --num-centers",
+    REPLAY: f"{TD} --num-centers --buffer-size --batch-size",
+    DECAY: f"{TD} --num-centers --buffer-size --batch-size",
+    GRID: "--num-seeds --total-timesteps --num-intervals --num-rows --num-columns",
+    REINFORCE: "--num-seeds --num-iterations --num-intervals --num-envs --hidden-size"
+    " --eval-episodes",
+    PPO: f"{TD} --num-steps --update-epochs --num-minibatches --hidden-size",
+    PQN: f"{TD} --num-steps --update-epochs --num-minibatches --hidden-size",
+    DQN: f"{TD} --buffer-size --batch-size --hidden-size",
+    CAR: "--num-episodes --num-envs",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_number_of_something_is_an_integer_of_at_least_1(script, refusal):
+    for flag in COUNTS[script].split():
+        assert flag in refusal(script, f"{flag} 0")
+        load(script).parse_args([flag, "1.6e1"])
+
+
+@pytest.mark.parametrize("script", LEARNERS)
+def test_the_tables_have_all_flags_that_take_several_values(script):
+    flags = vars(load(script).parse_args([]))
+    several = {f"--{name.replace('_', '-')}" for name in flags if isinstance(flags[name], list)}
+    assert several == {*FRACTIONS[script], *POSITIVE[script]}
 
 
 @pytest.mark.parametrize("script", LEARNERS)

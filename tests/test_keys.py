@@ -1,4 +1,4 @@
-"""What all learners have in common: random numbers, time limits, schedules, extreme flags.
+"""What all learners have in common: random numbers, pictures, schedules, extreme flags.
 
 No random key is used twice, as jax's own checker sees it (it sees more since jax 0.11). The checker
 refuses keys[i] in a while_loop, and a scan over keys under vmap. Split a key in the loop there, and
@@ -32,7 +32,7 @@ from conftest import (
     train,
     watch,
 )
-from environments import Noise, noise_run, pole_run
+from environments import Columns, Noise, noise_run, pole_run, run_in
 
 TD = "--num-intervals 1 --num-envs 4 --total-timesteps 100 --num-centers 9"
 SMALL = {
@@ -112,7 +112,9 @@ def key_number(key):
     return (jax.random.key_data(key)[0] >> 8).astype(float)
 
 
-def test_no_key_is_used_twice_in_an_episode_of_the_car():
+def test_no_key_is_used_twice_in_an_episode_of_the_car(monkeypatch):
+    """Whose steps may be noisy. Those of MountainCar use no key."""
+    monkeypatch.setattr(load(CAR), "ENV", Noise())
     with jax.debug_key_reuse(True):
         jit(load(CAR).play, one_run(load(CAR)))(jax.random.key(0))
 
@@ -128,6 +130,19 @@ def test_a_run_is_the_same_alone_and_beside_others(name):
     beside, alone = jax.jit(jax.vmap(line))(jnp.arange(3)), jax.jit(line)(2)
     for many, one in zip(jax.tree.leaves(beside), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(many[2], one, rtol=1e-3, atol=1e-4)  # other roundings
+
+
+@pytest.mark.parametrize("name", [PARALLEL, REPLAY, REINFORCE, *NETWORKS])
+def test_a_picture_is_read_as_its_numbers_in_a_row(name):
+    script, learned = load(name), []
+    [part] = {"weights", "params"} & set(script.TrainState._fields)
+    for env in Noise(), Columns():
+        run = run_in(env, env.default_params, script, SMALL[name])
+        state, _ = jit(script.train_step, run)(script.init_state(run), None)
+        learned.append(jax.tree.leaves(getattr(state, part)))
+    for one, other in zip(*learned, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert learned[0][-1].any()  # linear weights start at 0
 
 
 def noisy_run(name, num_envs, seed):

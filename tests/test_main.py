@@ -279,17 +279,25 @@ def test_nothing_is_computed_if_a_package_has_no_metadata(name, monkeypatch, cap
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("name", MAINS)
-def test_the_file_is_written_before_results_are_reported_or_drawn(name, monkeypatch, tmp_path):
+LAST = [(name, "report", "") for name in MAINS]
+LAST += [(name, "draw", "--plot x.png") for name in MAINS]
+LAST += [(REINFORCE, "animate", "--gif x.gif")]
+
+
+@pytest.mark.parametrize(("name", "last", "flag"), LAST)
+def test_the_file_is_written_before_results_are_reported_or_drawn(
+    name, last, flag, monkeypatch, tmp_path
+):
     """A report, or a picture, that fails loses nothing."""
 
     def fails(*args):
         raise OSError
 
-    script = with_toy(monkeypatch, name, report=fails)
+    script = with_toy(monkeypatch, name, **{last: fails})
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError):
-        script.main(f"--num-intervals 1 --save {tmp_path}/x.npz".split())
-    assert np.load(tmp_path / "x.npz")["runs.seed"].tolist() == [0]
+        script.main(f"--num-intervals 1 --save x.npz {flag}".split())
+    assert np.load("x.npz")["runs.seed"].tolist() == [0]
 
 
 RETURNS = np.array([[1, 1, 1], [9, 9, 30], [2, 4, 3], [20, 30, 13]], float)

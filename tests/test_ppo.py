@@ -1,7 +1,7 @@
 """ppo.py: what it does with the transitions that it saw, recomputed in NumPy.
 
 `recorded` trains for two intervals and records every vector step and every minibatch: on the pole
-of environments.py, whose episodes end both ways, and on Pendulum-v1, whose actions are continuous.
+of environments.py, whose episodes end both ways, and on Echo, whose actions have two real numbers.
 Networks, actions and their probabilities have the same text in reinforce_parallel.py, and are
 tested there.
 """
@@ -15,8 +15,17 @@ import numpy as np
 import optax
 import ppo
 import pytest
-from conftest import halves, jit, one_run, train, watch
-from environments import LIMIT, Pole, noise_run, play_in_gymnasium, pole_run, step_in_gymnasium
+from conftest import RARE, halves, jit, train, watch
+from environments import (
+    LIMIT,
+    Echo,
+    Pole,
+    noise_run,
+    play_in_gymnasium,
+    pole_run,
+    run_in,
+    step_in_gymnasium,
+)
 from scipy.special import softmax
 from scipy.stats import kstest, norm
 
@@ -29,7 +38,7 @@ close, equal = (
 FLAGS = "--num-envs 6 --num-steps 7 --update-epochs 2 --num-minibatches 3 --hidden-size 8"
 FLAGS += " --total-timesteps 930 --num-intervals 2 --learning-rate 0.005 --gamma 0.8"
 FLAGS += " --gae-lambda 0.6 --clip-coef 0.05 --ent-coef 0.3"
-ENVS = ["the pole", "Pendulum-v1"]
+ENVS = {"the pole": pole_run, "Echo": partial(run_in, Echo((1, 2)), Echo.default_params)}
 
 
 def forward(params, obs):
@@ -43,7 +52,7 @@ def random_params(rng, like):
 
 @cache
 def recorded(env):
-    run = pole_run(ppo, FLAGS) if env == "the pole" else one_run(ppo, f"{FLAGS} --env-id {env}")
+    run = ENVS[env](ppo, FLAGS)
     first = ppo.init_state(run)
     first = first._replace(params=random_params(np.random.default_rng(0), first.params))
     with pytest.MonkeyPatch.context() as patch:
@@ -118,21 +127,19 @@ def log_prob(actor, obs, action):
 
 @pytest.mark.parametrize("env", ENVS)
 def test_the_probability_of_an_action_is_that_of_the_actor_before_the_update(env):
-    """In Pendulum-v1, that of the action as it was drawn, not as it was clipped."""
+    """In Echo, that of the action as it was drawn, not as it was clipped."""
     record = recorded(env)
     for t, params in enumerate(record.old):
         expected = log_prob(params["actor"], record.seen.obs[t], record.seen.action[t])
         close(record.seen.log_prob[t], expected)
 
 
-def test_the_reward_of_a_pendulum_is_that_of_its_clipped_torque():
-    """The largest torque is 2. Actions are kept as they were drawn."""
-    seen = recorded("Pendulum-v1").seen
+def test_the_reward_of_an_echo_is_that_of_its_clipped_and_scaled_actions():
+    """Their bounds are -1 and 3, -1 and 7. They are kept as they were drawn."""
+    seen = recorded("Echo").seen
     assert np.abs(seen.action).max() > 1
-    cosine, sine, speed = np.moveaxis(seen.obs, -1, 0)
-    torque = 2 * seen.action[..., 0].clip(-1, 1)
-    cost = np.arctan2(sine, cosine) ** 2 + 0.1 * speed**2 + 0.001 * torque**2
-    close(seen.reward, -cost, rtol=1e-3)  # near the top, the angle loses digits
+    from_0_to_1 = (seen.action.clip(-1, 1) + 1) / 2  # (168, 6, 2)
+    close(seen.reward, (-1 + np.array([4, 8]) * from_0_to_1).sum(axis=2))
 
 
 def place_of_each_transition(record):
@@ -287,16 +294,16 @@ def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended():
 
 
 def test_two_networks_start_with_random_weights_of_known_size():
-    flags = "--env-id Pendulum-v1 --hidden-size 999"
-    state, other = [ppo.init_state(one_run(ppo, flags, seed=seed)) for seed in (3, 4)]
+    runs = [ENVS["Echo"](ppo, "--hidden-size 999", seed=seed) for seed in (3, 4)]
+    state, other = map(ppo.init_state, runs)
     actor, critic = state.params["actor"], state.params["critic"]
     for network in actor, critic:
-        assert kstest(np.ravel(network["w0"]) * 3**0.5, norm.cdf).pvalue > 1e-5  # three inputs
-        assert kstest(np.ravel(network["w1"]) / 0.01, norm.cdf).pvalue > 1e-5
+        assert kstest(np.ravel(network["w0"]) * 4**0.5, norm.cdf).pvalue > RARE  # four inputs
+        assert kstest(np.ravel(network["w1"]) / 0.01, norm.cdf).pvalue > RARE
         assert not network["b0"].any() and not network["b1"].any()
-    assert actor["log_std"].tolist() == [0]
+    assert actor["log_std"].tolist() == [0, 0]  # one for each number of an action
     first_layers = [np.ravel(x["w0"]) for x in (actor, critic, other.params["actor"])]
-    assert np.all(np.abs(np.corrcoef(first_layers) - np.eye(3)) < 5 / np.sqrt(3 * 999))
+    assert np.all(np.abs(np.corrcoef(first_layers) - np.eye(3)) < 5 / np.sqrt(4 * 999))
 
 
 def test_the_returned_actor_plays_in_gymnasium_as_it_was_evaluated(monkeypatch):

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pqn
 import pytest
-from conftest import halves, jit, one_run, train, watch
+from conftest import RARE, halves, jit, one_run, train, watch
 from environments import LIMIT, Pole, noise_run, play_in_gymnasium, pole_run, step_in_gymnasium
 from scipy.stats import kstest, norm
 
@@ -239,7 +239,7 @@ def test_a_network_starts_with_random_weights_and_biases_of_known_size():
     assert [layer["w"].shape for layer in state.params] == [(2, 300), (300, 300), (300, 3)]
     for layer, inputs in zip(state.params, [2, 300, 300], strict=True):
         drawn = [*np.ravel(layer["w"]), *layer["b"]]
-        assert kstest(np.array(drawn) * (inputs / 2) ** 0.5, norm.cdf).pvalue > 1e-5
+        assert kstest(np.array(drawn) * (inputs / 2) ** 0.5, norm.cdf).pvalue > RARE
     equal(state.bounds, np.abs(state.obs).max(axis=0))
     hidden = [*state.params[:2], *other.params[:2]]
     drawn = [row for layer in hidden for row in [*layer["w"][:2], layer["b"]]]  # (300,) each

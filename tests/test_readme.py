@@ -7,7 +7,7 @@ import re
 
 import gymnasium
 import pytest
-from conftest import DECAY, PARALLEL, PPO, REINFORCE, REPLAY, ROOT, SCRIPTS, load
+from conftest import DECAY, NETWORKS, PARALLEL, REINFORCE, REPLAY, ROOT, SCRIPTS, load
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^python (\w+\.py)((?:\\\n|[^$\n])*)$", README, re.MULTILINE)  # no variables
@@ -16,6 +16,7 @@ COMMANDS = re.findall(r"^python (\w+\.py)((?:\\\n|[^$\n])*)$", README, re.MULTIL
 def test_commands_are_accepted(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     commands = list(COMMANDS)
+    assert commands
     for script in SCRIPTS:
         found = re.findall(r"^    python (\w+\.py)((?:\\\n|[^#\n])*)", load(script).__doc__, re.M)
         assert found
@@ -42,7 +43,7 @@ def assert_solved(results):
     assert results["curves"]["returns"][-5:].mean() >= 420
 
 
-@pytest.mark.parametrize("script", [REPLAY, DECAY, REINFORCE, PPO])
+@pytest.mark.parametrize("script", [REPLAY, DECAY, REINFORCE, *NETWORKS])
 def test_a_default_run_solves_the_task(script):
     assert_solved(load(script).main("--seed 100".split()))
 

@@ -37,18 +37,21 @@ from conftest import (
     REPLAY,
     ROOT,
     jit,
+    load,
     one_run,
     path_of,
     watch,
 )
-from environments import Noise
+from environments import Noise, noise_run
 from test_td import features
 
 WIDTH = SimpleNamespace(sigma=0.5)  # of the features
 FOLDER = tempfile.TemporaryDirectory()  # of the changed scripts
 sys.path.append(str(RECIPES))
 LOGGED = []  # what the recipe `logger` gives to Weights & Biases, which need not be installed
-sys.modules["wandb"] = SimpleNamespace(init=dict, log=lambda means, step: LOGGED.append(means))
+sys.modules["wandb"] = SimpleNamespace(
+    init=dict, log=lambda means, step: LOGGED.append((step, means))
+)
 TD = "--num-intervals 2 --total-timesteps 640 --eval-episodes 2"
 NETWORK = f"{TD} --num-envs 4 --hidden-size 8"
 FLAGS = {
@@ -115,6 +118,21 @@ def changed(*recipes, script=None):
     spec.loader.exec_module(module)
     module.COMPILER_OPTIONS = {}  # compiles faster
     return module
+
+
+TOOLS = ["greedy_returns", "logger", "resume"]  # all others are exercises
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in PATCHES if recipe not in TOOLS])
+def test_the_command_of_the_page_prints_the_task_of_an_exercise_and_nothing_after_it(recipe):
+    [command] = re.findall(r"^sed '/\^Result.*", PAGE, re.M)
+    command = command.replace("sarsa", recipe)
+    printed = subprocess.check_output(command, shell=True, cwd=ROOT, text=True)
+    head = (RECIPES / f"{recipe}.patch").read_text().partition("\n--- a/")[0]
+    task, _ = head.split("\n\nResult\n\n")
+    assert printed.strip() == task.strip()
+    parts = [line for line in head.splitlines() if line in ("Task", "Result", "Hints", "Solution")]
+    assert parts == ["Task", "Result", "Hints", "Solution"]
 
 
 @pytest.mark.parametrize("script", LEARNERS)
@@ -247,11 +265,12 @@ def test_the_last_greedy_returns_are_those_of_the_evaluation():
     np.testing.assert_array_equal(last, results["learned"]["greedy_return"].mean(axis=1))
 
 
-def test_the_logger_gets_means_of_each_setting():
+def test_the_logger_gets_means_of_each_setting_with_the_steps_of_a_run():
     LOGGED.clear()
     flags = f"{TD} --num-intervals 1 --epsilon 0.1 1 --num-seeds 3"
     q_values = changed("logger").main(flags.split())["curves"]["q_value"]
-    few, many = LOGGED
+    (first_steps, few), (last_steps, many) = LOGGED
+    assert first_steps == last_steps == 640
     assert few["q_value, epsilon 0.1"] == pytest.approx(q_values[0, :3].mean())
     assert many["q_value, epsilon 1.0"] == pytest.approx(q_values[0, 3:].mean())
 
@@ -266,8 +285,12 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(tmp_path, mo
         stop = Mock(side_effect=[None, None, None, KeyboardInterrupt])  # by the line of step 320
         patch.setattr(script, "print", stop, raising=False)
         script.main(f"{flags}stopped.npz --num-intervals 4".split())
+    stopped = dict(np.load(tmp_path / "stopped.npz"))
+    stopped["curves.seconds"] += 1000
+    np.savez(tmp_path / "stopped.npz", **stopped)
     resumed = script.main(f"{flags}stopped.npz --num-intervals 4".split())
-    resumed["curves"]["seconds"] = whole["curves"]["seconds"]
+    assert np.all(np.diff([1000, *resumed["curves"].pop("seconds")]) > 0)  # they are added up
+    del whole["curves"]["seconds"]
     for part in "learned", "curves":
         jax.tree.map(np.testing.assert_array_equal, resumed[part], whole[part])
 
@@ -281,9 +304,10 @@ def test_resume_refuses_the_state_of_a_command_with_other_flags(tmp_path, monkey
         script.main(f"{flags} --total-timesteps 1280".split())
 
 
-def test_resume_refuses_to_save_the_results_where_the_state_is():
+@pytest.mark.parametrize("flags", ["--resume x.npz --save x.npz", "--resume x.txt"])
+def test_resume_refuses_the_file_of_the_results_and_another_ending(flags):
     with pytest.raises(SystemExit, match="2"):
-        changed("resume").parse_args("--resume x.npz --save x.npz".split())
+        changed("resume").parse_args(flags.split())
 
 
 def test_a_learner_learns_an_environment_of_ones_own(tmp_path):
@@ -297,11 +321,27 @@ def test_a_learner_learns_an_environment_of_ones_own(tmp_path):
     assert np.load(tmp_path / "x.npz")["learned.greedy_return"].mean() > -35
 
 
+def test_clipped_gradients_and_weight_decay_of_the_page_take_the_place_of_the_optimizer(tmp_path):
+    [line] = re.findall(r"^(return optax\..*)$", PAGE, re.M)
+    copy, text = tmp_path / "copy.py", path_of(DQN).read_text()
+    copy.write_text(text.replace("return optax.adam(rate, eps=1e-3)", line))
+    assert copy.read_text() != text
+    script = probes.import_file(copy)
+    run = noise_run(script, "--num-envs 4 --buffer-size 40 --hidden-size 8")
+    state, (metrics, _) = jit(script.train_step, run)(script.init_state(run), None)
+    assert np.isfinite(metrics["td_error"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
 @pytest.fixture
 def highway():
     """It needs a package that is in no requirements: see the first lines of highway.py."""
     pytest.importorskip("highjax", reason="pip install --ignore-requires-python --no-deps highjax")
     return importlib.import_module("highway")
+
+
+def test_the_flags_of_the_highway_are_accepted(highway):
+    load(PPO).parse_args(highway.FLAGS.split())
 
 
 def test_a_crash_terminates_and_the_time_limit_truncates(highway):

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import RARE, halves, jit, one_run, train, watch
-from environments import LIMIT, Noise, Pole, noise_run, play_in_gymnasium, pole_run
-from gymnax.environments import spaces
+from environments import LIMIT, Echo, Noise, Pole, noise_run, play_in_gymnasium, pole_run
 from scipy.special import softmax
 from scipy.stats import kstest, norm
 
@@ -62,25 +61,9 @@ def test_continuous_actions_are_normal_around_their_mean():
     close(rp.log_prob(params, obs, action), norm.logpdf(action, mean, std).sum())
 
 
-class Echo(Noise):
-    """The reward is the sum of the action. Bounds are -1 and 3, -1 and 7, -1 and 11, ..."""
-
-    shape = ()
-
-    def step_env(self, key, state, action, params):
-        assert action.shape == self.shape
-        obs, state, _, terminated, info = super().step_env(key, state, 0, params)
-        return obs, state, jnp.sum(action), terminated, info
-
-    def action_space(self, params):
-        high = 3.0 + 4 * np.arange(np.prod(self.shape, dtype=int)).reshape(self.shape)
-        return spaces.Box(jnp.full(self.shape, -1.0), jnp.array(high), self.shape)
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
 def test_continuous_actions_are_clipped_and_scaled_to_their_bounds(shape):
-    env = Echo()
-    env.shape = shape
+    env = Echo(shape)
     action, state = np.linspace(-2, 2, int(np.prod(shape))), env.reset(jax.random.key(0))[1]
     _, _, reward, *_ = rp.BoundedActions(env).step(jax.random.key(0), state, action)
     low, high = -1, 3 + 4 * np.arange(len(action))  # of each number
@@ -142,8 +125,7 @@ def test_a_network_starts_with_random_weights_of_known_size():
     assert kstest(np.ravel(params["w1"]) / 0.01, norm.cdf).pvalue > RARE  # nearly equal actions
     assert not params["b0"].any() and not params["b1"].any() and not params["log_std"].any()
     assert not np.any(params["w0"] == other.params["w0"])  # the seed decides
-    env = Echo()
-    env.shape = (2, 3)
+    env = Echo((2, 3))
     run = one_run(rp, env=rp.BoundedActions(env), env_params=env.default_params)
     assert rp.init_state(run).params["log_std"].shape == (6,)  # one for each number
     run = one_run(rp, "--env-id Catch-bsuite")  # its observation is a picture of 10 x 5

@@ -82,12 +82,24 @@ def folder(script, flags, tmp_path_factory):
     shutil.copy(path_of(script), folder)
     output = run(folder, [script, *flags], PYTHONHASHSEED="1")
     assert len(re.findall("^step ", output, re.MULTILINE)) == (0 if script == CAR else 3)
+    folder.with_name("printed.txt").write_text(output)
     return folder
 
 
 def test_a_run_has_no_setting_of_the_other_tests(tmp_path):
     names = run(tmp_path, ["-c", "import os; print(*os.environ)"]).split()
     assert not [name for name in names if name[:4] in ("JAX_", "XLA_")]
+
+
+def test_all_cores_are_used_as_far_as_there_are_runs(script, folder):
+    """There are four runs. The car plays at least one episode on each core."""
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    devices = re.search(r"devices: (\d+) x (.*?)  ", folder.with_name("printed.txt").read_text())
+    if devices[2] != "cpu":
+        pytest.skip("This is a GPU.")
+    assert int(devices[1]) == (cores if script == CAR else min(4, cores))
 
 
 def load(folder):
