@@ -18,7 +18,7 @@ gradients are clipped to a norm of 1.
 
     python pqn.py                                                       # one run
     python pqn.py --q-lambda 0 0.85 --num-seeds 20 --plot curve.png     # forty runs
-    python pqn.py --env-id Acrobot-v1 --learning-rate 0.01
+    python pqn.py --env-id Acrobot-v1 --learning-rate 0.01 --epsilon 0.3
 
 Shapes: R runs, K intervals, N = num_envs environments, T = num_steps steps, B = T * N transitions,
 D observation dimensions (of a picture, all its numbers), H = hidden_size units, A actions.
