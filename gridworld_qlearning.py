@@ -335,8 +335,8 @@ def main(argv=None):
     hardware = f"{len(devices)} x {devices[0].device_kind}"
     seconds = time.perf_counter() - began
     print(f"runs: {num_runs}  devices: {hardware}  compiled in {seconds:.1f} s")
-    means = "means over all runs" if len(settings) == 1 else "lowest to highest mean of a setting"
-    print(f"{means} (episode_steps: over all episodes)", flush=True)
+    shown = "means over all runs" if len(settings) == 1 else "lowest to highest mean of a setting"
+    print(f"{shown} (episode_steps: over all episodes)", flush=True)
 
     history = []
     began = time.perf_counter()

@@ -342,7 +342,7 @@ def learning_networks():
     rows = []
     for script in NETWORKS:
         # The settings of these three were chosen by runs with seeds from 271000 to 472000.
-        result = run(script, "--num-seeds 100 --seed 571000")
+        result = run(script, "--num-seeds 100 --seed 771000")
         *cells, first, training = cartpole_cells(result)
         play = make_player(policy_of(script), "CartPole-v1", 100)
         returns = play(params_of(script, result.saved), 0.05)  # (R,)
@@ -418,7 +418,7 @@ def tasks_networks():
         text = text_of(script).replace("\\\n        ", "")  # a command may take two lines
         for flags, task in re.findall(rf"python {script} (--env-id (\S+).*)", text):
             commands.append((script, flags, BOUNDS[task]))
-    return tasks(commands, "--seed 671000")  # see learning_networks
+    return tasks(commands, "--seed 871000")  # see learning_networks
 
 
 def tasks(commands, fresh):

@@ -323,7 +323,7 @@ def greedy_return(run, bounds, params, key):
 
 def evaluate(run, state):
     """Results of a run: the returns of greedy episodes, and what was learned."""
-    # `fold_in` makes a key that training never uses.
+    # `fold_in` makes a key that training never uses: a run may be evaluated, and then go on.
     keys = jax.random.split(jax.random.fold_in(state.key, 999), run.eval_episodes)
     returns = jax.vmap(partial(greedy_return, run, state.bounds, state.params))(keys)
     finite = jnp.isfinite(optax.tree.norm(state.params))
@@ -458,8 +458,8 @@ def main(argv=None):
     hardware = f"{len(devices)} x {devices[0].device_kind}"
     seconds = time.perf_counter() - began
     print(f"runs: {num_runs}  devices: {hardware}  compiled in {seconds:.1f} s")
-    means = "means over all runs" if len(settings) == 1 else "lowest to highest mean of a setting"
-    print(f"{means} (returns: over all episodes)", flush=True)
+    shown = "means over all runs" if len(settings) == 1 else "lowest to highest mean of a setting"
+    print(f"{shown} (returns: over all episodes)", flush=True)
 
     history = []
     began = time.perf_counter()
