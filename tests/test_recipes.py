@@ -124,15 +124,16 @@ TOOLS = ["greedy_returns", "logger", "resume"]  # all others are exercises
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in PATCHES if recipe not in TOOLS])
-def test_the_command_of_the_page_prints_the_task_of_an_exercise_and_nothing_after_it(recipe):
-    [command] = re.findall(r"^sed '/\^Result.*", PAGE, re.M)
-    command = command.replace("sarsa", recipe)
-    printed = subprocess.check_output(command, shell=True, cwd=ROOT, text=True)
+def test_the_commands_of_the_page_print_the_task_of_an_exercise_and_its_hints(recipe):
     head = (RECIPES / f"{recipe}.patch").read_text().partition("\n--- a/")[0]
-    task, _ = head.split("\n\nResult\n\n")
-    assert printed.strip() == task.strip()
-    parts = [line for line in head.splitlines() if line in ("Task", "Result", "Hints", "Solution")]
-    assert parts == ["Task", "Result", "Hints", "Solution"]
+    task, rest = head.split("\n\nResult\n\n")
+    _, rest = rest.split("\n\nHints\n\n")
+    hints, _ = rest.split("\n\nSolution\n\n")
+    printed = [
+        subprocess.check_output(command.replace("sarsa", recipe), shell=True, cwd=ROOT, text=True)
+        for command in re.findall(r"^sed '/\^Result.*", PAGE, re.M)
+    ]
+    assert [text.split() for text in printed] == [task.split(), f"{task} {hints}".split()]
 
 
 @pytest.mark.parametrize("script", LEARNERS)
