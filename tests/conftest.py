@@ -154,6 +154,22 @@ def halves(records):
     return records[:middle], records[middle:]
 
 
+def assert_lines_show_returns(lines, rewards, ended):
+    """Lines of two equal intervals show the mean return, and the number, of episodes that ended.
+
+    Given the rewards, and where an episode ended, (N,) for each step.
+    """
+    total = np.zeros(len(ended[0]))
+    for line, steps in zip(lines, halves([*zip(rewards, ended, strict=True)]), strict=True):
+        returns = []
+        for reward, over in steps:
+            total += reward
+            returns += total[over].tolist()
+            total[over] = 0
+        np.testing.assert_allclose(line["returns"], np.mean(returns), rtol=1e-5)
+        assert line["episodes"] == len(returns)
+
+
 def assert_independent(one, other, probabilities):
     """Two arrays of actions agree as often as independent draws: the sum of p^2.
 

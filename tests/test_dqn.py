@@ -2,10 +2,9 @@
 
 The fixture `learning` trains for two intervals on the pole of environments.py, whose episodes end
 both ways, and records every vector step and every update. Its network and its evaluation are those
-of pqn.py, and are tested there; the schedule of epsilon is that of epsilon_decay_td.py.
+of pqn.py, and are tested there; test_replay.py has its buffer.
 """
 
-import collections
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import halves, jit, train, watch
+from conftest import assert_lines_show_returns, halves, jit, train, watch
 from environments import LIMIT, noise_run, pole_run, step_in_gymnasium
 from test_pqn import forward, random_params
 
@@ -29,10 +28,6 @@ FLAGS = "--num-envs 6 --batch-size 10 --buffer-size 500 --hidden-size 8 --total-
 FLAGS += " --num-intervals 2 --learning-rate 0.02 --gamma 0.8 --tau 0.4 --start-e 0.9 --end-e 0.8"
 
 
-def watch_losses(patch):
-    return watch(patch, dqn, "td_loss", "bounds params batch targets")
-
-
 @pytest.fixture(scope="module")
 def learning():
     run = pole_run(dqn, FLAGS)
@@ -41,7 +36,8 @@ def learning():
     params, target_params = random_params(0, first.params), random_params(1, first.params)
     first = first._replace(params=params, target_params=target_params)
     with pytest.MonkeyPatch.context() as patch:
-        steps, updates = watch(patch, dqn, "vector_step"), watch_losses(patch)
+        steps = watch(patch, dqn, "vector_step")
+        updates = watch(patch, dqn, "td_loss", "bounds params batch targets")
         last, lines = train(dqn, run, first)
     return SimpleNamespace(
         run=run,
@@ -154,16 +150,8 @@ def test_a_progress_line_shows_mean_errors_and_values(learning):
 
 
 def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learning):
-    seen, total = learning.seen, np.zeros(6)
-    steps = [*zip(seen.reward, seen.terminated | ends(seen), strict=True)]
-    for line, half in zip(learning.lines, halves(steps), strict=True):
-        returns = []
-        for reward, ended in half:
-            total += reward
-            returns += total[ended].tolist()
-            total[ended] = 0
-        close(line["returns"], np.mean(returns))
-        assert line["episodes"] == len(returns)
+    ended = learning.seen.terminated | ends(learning.seen)
+    assert_lines_show_returns(learning.lines, learning.seen.reward, ended)
 
 
 def test_both_networks_start_with_the_same_parameters():
@@ -172,22 +160,6 @@ def test_both_networks_start_with_the_same_parameters():
     equal(state.bounds, np.abs(state.obs).max(axis=0))
     assert [layer["w"].shape for layer in state.params] == [(4, 8), (8, 8), (8, 3)]
     assert all(layer["w"].all() for layer in state.params)
-
-
-def test_batches_are_drawn_evenly_from_the_last_ten_transitions(monkeypatch):
-    """Four transitions a step: after three steps, the oldest ones are overwritten."""
-    updates = watch_losses(monkeypatch)
-    run = noise_run(dqn, "--num-envs 4 --buffer-size 10 --batch-size 20000 --hidden-size 2")
-    state, train_step = dqn.init_state(run), jit(dqn.train_step, run)
-    began = []  # the observations in which the transitions so far began, which no two share
-    for _ in range(7):
-        began += [obs.tobytes() for obs in np.asarray(state.obs)]
-        state, _ = train_step(state, None)
-        jax.effects_barrier()
-        times = collections.Counter(obs.tobytes() for obs in updates[-1].batch.obs)
-        assert times.keys() == set(began[-10:])
-        expected = 20000 / len(times)
-        assert all(abs(number - expected) < 5 * expected**0.5 for number in times.values())
 
 
 def test_actions_are_random_with_a_probability_that_falls_in_each_vector_step(monkeypatch):

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import ppo
 import pytest
-from conftest import RARE, halves, jit, train, watch
+from conftest import RARE, assert_lines_show_returns, halves, jit, train, watch
 from environments import (
     LIMIT,
     Echo,
@@ -281,16 +281,8 @@ def test_a_progress_line_shows_means_over_all_minibatches(env):
 
 
 def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended():
-    seen, total = recorded("the pole").seen, np.zeros(6)
-    steps = [*zip(seen.reward, seen.ended, strict=True)]
-    for line, half in zip(recorded("the pole").lines, halves(steps), strict=True):
-        returns = []
-        for reward, ended in half:
-            total += reward
-            returns += total[ended].tolist()
-            total[ended] = 0
-        close(line["returns"], np.mean(returns))
-        assert line["episodes"] == len(returns)
+    record = recorded("the pole")
+    assert_lines_show_returns(record.lines, record.seen.reward, record.seen.ended)
 
 
 def test_two_networks_start_with_random_weights_of_known_size():

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pqn
 import pytest
-from conftest import RARE, halves, jit, one_run, train, watch
+from conftest import RARE, assert_lines_show_returns, halves, jit, one_run, train, watch
 from environments import LIMIT, Pole, noise_run, play_in_gymnasium, pole_run, step_in_gymnasium
 from scipy.stats import kstest, norm
 
@@ -185,16 +185,8 @@ def test_a_progress_line_shows_mean_errors_and_values_of_all_minibatches(learnin
 
 
 def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learning):
-    seen, total = learning.seen, np.zeros(6)
-    steps = [*zip(seen.reward, seen.terminated | seen.truncated, strict=True)]
-    for line, half in zip(learning.lines, halves(steps), strict=True):
-        returns = []
-        for reward, ended in half:
-            total += reward
-            returns += total[ended].tolist()
-            total[ended] = 0
-        close(line["returns"], np.mean(returns))
-        assert line["episodes"] == len(returns)
+    ended = learning.seen.terminated | learning.seen.truncated
+    assert_lines_show_returns(learning.lines, learning.seen.reward, ended)
 
 
 def actions_of(state, run):

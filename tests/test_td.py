@@ -2,11 +2,10 @@
 
 The fixture `learning` trains a script for two intervals on the pole of environments.py, and records
 every vector step and every update: what these functions got and what they returned. Each test then
-checks one fact of that record. Functions that are the same in all three are tested in one.
+checks one fact of that record. Functions that are the same in all three are tested in one. The
+buffer of two is tested in test_replay.py.
 """
 
-import collections
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import DECAY, PARALLEL, RARE, REPLAY, TRIO, halves, jit, load, one_run, train, watch
+from conftest import (
+    DECAY,
+    PARALLEL,
+    RARE,
+    REPLAY,
+    TRIO,
+    assert_lines_show_returns,
+    halves,
+    jit,
+    load,
+    one_run,
+    train,
+    watch,
+)
 from environments import (
     LIMIT,
     Noise,
@@ -28,10 +40,6 @@ from scipy.stats import kstest
 
 close, equal = np.testing.assert_allclose, np.testing.assert_array_equal
 SCALE = [2.4, 3.0, 0.2, 3.0]  # of CartPole-v1
-
-
-def watch_losses(patch, script):
-    return watch(patch, script, "td_loss", "centers weights batch targets")
 
 
 def features(run, centers, obs):
@@ -61,7 +69,8 @@ def learning(request):
     weights = np.random.default_rng(0).normal(size=(2, 9))
     first = script.init_state(run)._replace(weights=jnp.float32(weights))
     with pytest.MonkeyPatch.context() as patch:
-        steps, updates = watch(patch, script, "vector_step"), watch_losses(patch, script)
+        steps = watch(patch, script, "vector_step")
+        updates = watch(patch, script, "td_loss", "centers weights batch targets")
         last, lines = train(script, run, first)
     transitions = [step.out[1][0] for step in steps]  # of the state, and (transitions, sums)
     length, ended = np.zeros(4, int), []
@@ -182,15 +191,8 @@ def test_a_progress_line_shows_mean_errors_and_values(learning):
 
 
 def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learning):
-    total, steps = np.zeros(4), [*zip(learning.transitions, learning.ended, strict=True)]
-    for line, half in zip(learning.lines, halves(steps), strict=True):
-        returns = []
-        for transitions, ended in half:
-            total += transitions.reward
-            returns += total[ended].tolist()
-            total[ended] = 0
-        close(line["returns"], np.mean(returns), rtol=1e-5)
-        assert line["episodes"] == len(returns)
+    rewards = [transitions.reward for transitions in learning.transitions]
+    assert_lines_show_returns(learning.lines, rewards, learning.ended)
 
 
 @pytest.mark.parametrize("name", TRIO[:2])
@@ -205,61 +207,6 @@ def test_weights_start_at_0_and_centers_are_spread_over_a_cube_in_each_run_in_an
         assert kstest(coordinates, "uniform", args=(-1, 2)).pvalue > RARE
     assert -1 <= centers.min() < -0.99 and 0.99 < centers.max() <= 1
     assert np.all(np.abs(np.corrcoef(centers) - np.eye(8)) < 5 / np.sqrt(500))
-
-
-@pytest.mark.parametrize("name", TRIO[1:])
-def test_batches_are_drawn_evenly_from_the_last_ten_transitions(name, monkeypatch):
-    """Four transitions a step: after three steps, the oldest ones are overwritten."""
-    script = load(name)
-    flags = "--num-envs 4 --buffer-size 10 --batch-size 20000 --num-centers 3"
-    updates = watch_losses(monkeypatch, script)
-    run = noise_run(script, flags, learning_rate=0.0)
-    state, train_step = script.init_state(run), jit(script.train_step, run)
-    began = []  # the observations in which the transitions so far began, which no two share
-    for _ in range(7):
-        began += [obs.tobytes() for obs in np.asarray(state.obs)]
-        state, _ = train_step(state, None)
-        jax.effects_barrier()
-        times = collections.Counter(obs.tobytes() for obs in updates[-1].batch.obs)
-        assert times.keys() == set(began[-10:])
-        expected = 20000 / len(times)
-        assert all(abs(number - expected) < 5 * expected**0.5 for number in times.values())
-
-
-@pytest.mark.parametrize("name", TRIO[1:])
-def test_the_buffer_keeps_the_last_transitions_also_near_the_largest_number_of_steps(name):
-    script = load(name)
-    run = noise_run(script, "--num-envs 4 --buffer-size 10 --num-centers 3")
-    state, train_step = script.init_state(run), jit(script.train_step, run)
-    state, began = state._replace(timesteps=jnp.array(2**31 - 22)), []
-    for _ in range(5):
-        began += [*np.asarray(state.obs)]
-        state, _ = train_step(state, None)
-    assert state.timesteps == 2**31 - 2
-    equal(np.unique(state.buffer.obs, axis=0), np.unique(began[-10:], axis=0))
-
-
-@pytest.mark.parametrize("name", TRIO[1:])
-def test_each_update_of_each_run_draws_another_batch_from_all_places(name, monkeypatch):
-    """Two updates of two runs, with batches of 5,000 from a large full buffer."""
-    script, size = load(name), 200_000
-    updates = watch_losses(monkeypatch, script)
-
-    @jax.jit
-    def learn_twice(seed):
-        flags = f"--buffer-size {size} --batch-size 5000 --num-centers 3"
-        run = noise_run(script, flags, seed=seed)
-        state = script.init_state(run)
-        numbered = state.buffer._replace(obs=jnp.tile(jnp.arange(float(size))[:, None], 4))
-        state = state._replace(timesteps=size, buffer=numbered)
-        return jax.lax.scan(partial(script.train_step, run), state, length=2)[1]
-
-    jax.block_until_ready([learn_twice(seed) for seed in (1, 2)])
-    jax.effects_barrier()
-    places = [update.batch.obs[:, 0] / size for update in updates]
-    for drawn in places:
-        assert kstest(drawn, "uniform").pvalue > RARE
-    assert np.all(np.abs(np.corrcoef(places) - np.eye(4)) < 5 / np.sqrt(5000))
 
 
 EPSILONS = [
