@@ -154,9 +154,12 @@ def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learni
     assert_lines_show_returns(learning.lines, learning.seen.reward, ended)
 
 
-def test_both_networks_start_with_the_same_parameters():
-    state = dqn.init_state(noise_run(dqn, "--num-envs 2 --buffer-size 3 --hidden-size 8"))
+def test_both_networks_start_with_the_same_parameters_which_differ_between_runs():
+    flags = "--num-envs 2 --buffer-size 3 --hidden-size 8"
+    state, other = [dqn.init_state(noise_run(dqn, flags, seed=seed)) for seed in (3, 4)]
     jax.tree.map(equal, state.params, state.target_params)
+    for layer, another in zip(state.params, other.params, strict=True):
+        assert np.all(layer["w"] != another["w"])
     equal(state.bounds, np.abs(state.obs).max(axis=0))
     assert [layer["w"].shape for layer in state.params] == [(4, 8), (8, 8), (8, 3)]
     assert all(layer["w"].all() for layer in state.params)

@@ -56,6 +56,7 @@ LIMITS = [
     ([*TRIO, REINFORCE, *NETWORKS], "--learning-rate", "1e-9 7", "0 -0.5"),
     (LEARNERS, "--num-inter", "", "1"),  # an abbreviation
     ([CAR], "--num-episodes", "1 1e9", "0 0.5"),
+    ([CAR], "--num-epi", "", "1"),
     ([*TRIO[1:], DQN], "--num-envs 16 --buffer-size", "16", "15"),  # a vector step must fit
     ([PPO, PQN], "--num-envs 3 --num-steps 4 --num-minibatches", "1 6", "5 24"),  # of equal size
     ([PPO], "--num-envs 3 --num-steps 4 --num-minibatches", "6", "12"),  # of two, at least

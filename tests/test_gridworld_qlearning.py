@@ -187,7 +187,7 @@ def test_a_setting_is_reported_with_mean_values_best_moves_and_its_longest_path(
 
 def test_a_setting_is_drawn_with_its_mean_values_and_best_moves(monkeypatch, learned):
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     settings = [("gamma 0.8", slice(0, 1)), ("gamma 0.9", slice(1, 3))]
     grid.draw(SimpleNamespace(plot="x.png"), settings, {"learned": learned})
     grid.draw(SimpleNamespace(plot="x.png"), settings[:1], {"learned": learned})

@@ -6,6 +6,7 @@ carry it.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,11 +94,17 @@ def test_no_key_is_used_twice_in_a_greedy_episode(name, learned):
         greedy_return(*[getattr(state, part) for part in learned], jax.random.key(0))
 
 
-@pytest.mark.parametrize("name", [DECAY, *NETWORKS])
+@pytest.mark.parametrize("name", [DECAY, REINFORCE, *NETWORKS])
 def test_evaluation_has_no_key_that_training_gets_from_the_same_state(name, monkeypatch):
     """Training splits the key of the state, and may split each part again."""
     script, run = load(name), small_run(name, "--eval-episodes 5")
-    monkeypatch.setattr(script, "greedy_return", lambda *arguments: key_number(arguments[-1]))
+    monkeypatch.setattr(
+        script, "greedy_return", lambda *arguments: key_number(arguments[-1]), False
+    )
+    if name == REINFORCE:
+        monkeypatch.setattr(
+            script, "play", lambda *arguments, **_: Rewards(key_number(arguments[-1]))
+        )
     state = script.init_state(run)
     used = np.asarray(script.evaluate(run, state)["greedy_return"])
     parts = jax.random.split(state.key, 8)
@@ -105,6 +112,16 @@ def test_evaluation_has_no_key_that_training_gets_from_the_same_state(name, monk
     of_training = [key_number(key) for key in [state.key, *parts, *again.ravel()]]
     assert len(set(used)) == 5
     assert not set(used) & set(map(float, of_training))
+
+
+class Rewards(NamedTuple):
+    """An episode of one step."""
+
+    number: jax.Array
+
+    @property
+    def reward(self):
+        return self.number[:, None]
 
 
 def key_number(key):
@@ -225,25 +242,6 @@ def test_the_number_of_intervals_changes_nothing_that_is_learned(name):
         learned.append(getattr(state, part))
     # Programs of one and of three updates may round otherwise.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *learned)
-
-
-@pytest.mark.parametrize("name", [DECAY, REINFORCE, *NETWORKS])
-def test_the_fiftieth_of_fifty_updates_learns_and_the_next_one_does_not(name):
-    """In 17 intervals, 51 are made."""
-    script = load(name)
-    run = small_run(name, f"{FIFTY[name]} --num-intervals 20")
-    state, train_interval = script.init_state(run), jit(script.train_interval, run)
-    for _ in range(16):
-        state, _ = train_interval(state)
-    assert run.interval_updates == 3
-    one_update = jax.jit(lambda state: script.train_step(run, state, None)[0])
-    states = [state]
-    for _ in range(3):
-        states.append(one_update(states[-1]))
-    [part] = {"weights", "params"} & set(state._fields)
-    *_, before, fiftieth, last = [jax.tree.leaves(getattr(state, part)) for state in states]
-    assert not all(map(np.array_equal, before, fiftieth))
-    assert all(map(np.array_equal, fiftieth, last))
 
 
 def test_the_last_step_of_the_grid_world_learns_and_the_next_one_does_not():

@@ -365,7 +365,7 @@ def test_on_a_gpu_all_runs_are_vmapped_at_once(script, monkeypatch):
 def draw_toy(monkeypatch, flags):
     """Run REINFORCE with the toy. Return the figure that it would have saved."""
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     with_toy(monkeypatch, REINFORCE).main(f"{flags} --plot x.png".split())
     figures[0].draw_without_rendering()  # places everything
     return figures[0]

@@ -20,7 +20,6 @@ from environments import (
     LIMIT,
     Echo,
     Pole,
-    noise_run,
     play_in_gymnasium,
     pole_run,
     run_in,
@@ -314,14 +313,3 @@ def test_the_returned_actor_plays_in_gymnasium_as_it_was_evaluated(monkeypatch):
 
         returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
         close(np.sort(learned["greedy_return"]), np.sort(returns))
-
-
-@pytest.mark.parametrize(("network", "number"), [("actor", np.nan), ("critic", -np.inf)])
-def test_the_greedy_return_of_parameters_that_are_not_finite_is_nan(network, number):
-    """One is enough. The greedy policy takes action 0 then, and its return is a number."""
-    run = noise_run(ppo, "--hidden-size 3 --eval-episodes 2")
-    state, evaluate = ppo.init_state(run), jit(ppo.evaluate, run)
-    assert evaluate(state)["greedy_return"].tolist() == [5, 5]  # 1 in each of five steps
-    params = dict(state.params)
-    params[network] = {**params[network], "b0": jnp.array([0, number, 0])}
-    assert np.isnan(evaluate(state._replace(params=params))["greedy_return"]).all()

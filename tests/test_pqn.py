@@ -254,13 +254,3 @@ def test_the_returned_network_plays_in_gymnasium_as_it_was_evaluated(monkeypatch
 
         returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
         close(np.sort(learned["greedy_return"]), np.sort(returns))
-
-
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_the_greedy_return_of_parameters_that_are_not_finite_is_nan(number):
-    """One is enough. The greedy policy takes an action nevertheless, and its return is a number."""
-    run = noise_run(pqn, "--hidden-size 2 --eval-episodes 2")
-    state, evaluate = pqn.init_state(run), jit(pqn.evaluate, run)
-    assert evaluate(state)["greedy_return"].tolist() == [5, 5]  # 1 in each of five steps
-    state.params[1]["b"] = jnp.array([0, number])
-    assert np.isnan(evaluate(state)["greedy_return"]).all()

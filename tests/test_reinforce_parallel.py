@@ -244,16 +244,6 @@ def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(monkey
         jax.tree.map(np.testing.assert_allclose, learned["params"], params)
 
 
-def test_the_greedy_return_of_weights_that_are_nan_is_nan():
-    """The greedy policy takes action 0 then, and its return is a number. One weight is enough."""
-    run = noise_run(rp, "--eval-episodes 2 --hidden-size 8")
-    state, evaluate = rp.init_state(run), jit(rp.evaluate, run)
-    assert evaluate(state)["greedy_return"].tolist() == [5, 5]  # 1 in each of five steps
-    for name, array in state.params.items():
-        params = state.params | {name: array.at[-1].set(jnp.nan)}
-        assert np.isnan(evaluate(state._replace(params=params))["greedy_return"]).all()
-
-
 def test_continuous_actions_are_learned_from_where_nothing_is_replaced():
     run = one_run(rp, "--env-id MountainCarContinuous-v0 --num-envs 2 --hidden-size 8")
     first = rp.init_state(run)

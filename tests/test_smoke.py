@@ -36,7 +36,7 @@ COMMANDS |= dict.fromkeys(
 SWEEP = "--num-seeds 2 --gamma 0.5 0.75 --num-intervals 3"  # four runs
 CAR = "mountaincar_env.py"  # which has no such flags
 GRID = "gridworld_qlearning.py"
-TWICE = ["epsilon_decay_td.py", GRID]
+TWICE = ["epsilon_decay_td.py", GRID, "reinforce_parallel.py"]
 OTHER_PROGRAM = """
 import pickle, sys, {0}
 with open("returned.pickle", "wb") as file:
@@ -50,7 +50,7 @@ def path_of(script):
     return path
 
 
-def run(folder, command, **settings):
+def run_python(folder, command, **settings):
     """Run Python in a folder as a user does: with no setting of jax from the other tests.
 
     So it compiles as it does for users, and takes no compiled program from another process.
@@ -80,14 +80,14 @@ def folder(script, flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp(script) / "user"
     folder.mkdir()
     shutil.copy(path_of(script), folder)
-    output = run(folder, [script, *flags], PYTHONHASHSEED="1")
+    output = run_python(folder, [script, *flags], PYTHONHASHSEED="1")
     assert len(re.findall("^step ", output, re.MULTILINE)) == (0 if script == CAR else 3)
     folder.with_name("printed.txt").write_text(output)
     return folder
 
 
 def test_a_run_has_no_setting_of_the_other_tests(tmp_path):
-    names = run(tmp_path, ["-c", "import os; print(*os.environ)"]).split()
+    names = run_python(tmp_path, ["-c", "import os; print(*os.environ)"]).split()
     assert not [name for name in names if name[:4] in ("JAX_", "XLA_")]
 
 
@@ -102,7 +102,7 @@ def test_all_cores_are_used_as_far_as_there_are_runs(script, folder):
     assert int(devices[1]) == (cores if script == CAR else min(4, cores))
 
 
-def load(folder):
+def load_saved(folder):
     with np.load(folder / "run.npz") as saved:
         return dict(saved)
 
@@ -114,7 +114,7 @@ def test_it_runs_alone_and_writes_the_files_that_were_asked_for(script, folder):
 
 
 def test_the_file_has_the_flags_of_the_command_and_the_versions_of_its_packages(script, folder):
-    saved = load(folder)
+    saved = load_saved(folder)
     flags, versions = json.loads(saved["args"].item()), json.loads(saved["versions"].item())
     packages = {"jax", "jaxlib", "gymnax", "optax"}
     packages -= {GRID: {"gymnax", "optax"}, CAR: {"optax"}}.get(script, set())  # they need fewer
@@ -141,15 +141,15 @@ def test_main_returns_what_it_saves_and_the_bits_are_those_of_another_process(
 ):
     """The other process hashes texts otherwise, so sets have another order.
 
-    The three linear learners have the same `main`, REINFORCE's adds --gif, and the car has a test.
+    The linear learners and the networks have the same `main`, and the car has a test.
     """
     other, flags = folder.with_name("other"), flags[: flags.index("--plot")]  # no pictures again
     other.mkdir()
     shutil.copy(path_of(script), other)
     program = OTHER_PROGRAM.format(script.removesuffix(".py"))
-    run(other, ["-c", program, *flags], PYTHONHASHSEED="2", JAX_CHECK_TRACER_LEAKS="1")
+    run_python(other, ["-c", program, *flags], PYTHONHASHSEED="2", JAX_CHECK_TRACER_LEAKS="1")
     returned = leaves(pickle.loads((other / "returned.pickle").read_bytes()))
-    saved, before = load(other), load(folder)
+    saved, before = load_saved(other), load_saved(folder)
     assert set(returned) == set(saved) == set(before)
     for name, array in saved.items():
         np.testing.assert_array_equal(array, returned[name])

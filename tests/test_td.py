@@ -29,7 +29,6 @@ from conftest import (
 )
 from environments import (
     LIMIT,
-    Noise,
     Pole,
     noise_run,
     play_in_gymnasium,
@@ -261,26 +260,6 @@ def test_returned_weights_play_in_gymnasium_as_they_were_evaluated(monkeypatch):
 
         returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
         close(np.sort(learned["greedy_return"]), np.sort(returns), rtol=1e-5)
-
-
-def test_returns_are_nan_where_no_episode_ends(monkeypatch):
-    monkeypatch.setattr(Noise, "is_truncated", lambda self, state, params: jnp.array(False))
-    script = load(REPLAY)
-    run = noise_run(script, "--num-intervals 1 --eval-episodes 2 --total-timesteps 200")
-    state, [line] = train(script, run, script.init_state(run))
-    assert np.isnan(line["returns"]) and line["episodes"] == 0
-    assert np.isnan(jit(script.evaluate, run)(state)["greedy_return"]).all()
-
-
-@pytest.mark.parametrize("name", TRIO)
-def test_the_greedy_return_of_weights_that_are_nan_is_nan(name):
-    """The greedy policy takes action 0 then, and its return is a number. One weight is enough."""
-    script = load(name)
-    run = noise_run(script, "--num-centers 3 --eval-episodes 2")
-    state, evaluate = script.init_state(run), jit(script.evaluate, run)
-    assert evaluate(state)["greedy_return"].tolist() == [5, 5]  # 1 in each of five steps
-    state = state._replace(weights=state.weights.at[2, 1].set(jnp.nan))
-    assert np.isnan(evaluate(state)["greedy_return"]).all()
 
 
 @pytest.mark.parametrize("name", TRIO)

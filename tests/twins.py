@@ -59,8 +59,9 @@ def broken_recipes():
 
 
 def git(*command):
-    """What a command of git prints."""
-    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout
+    """What a command of git prints. (A merge with conflicts returns their number, up to 127.)"""
+    process = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    return process.stdout if process.returncode < 128 else sys.exit(process.stderr)
 
 
 def merge(patch, script):

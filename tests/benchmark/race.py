@@ -443,7 +443,7 @@ def speed(args):
     programs = [program for program in args.only if not program.startswith("cleanrl")]
     speeds = {program: [] for program in programs}
     for program in programs * ROUNDS:
-        fraction = 0.01 if "/" in program else 0.2  # peers repeat theirs for SPEED_SECONDS
+        fraction = 0.1 if "/" in program else 0.2  # peers repeat theirs for SPEED_SECONDS
         flags = {"drive": program, "task": "CartPole-v1", "agents": agents, "seed": SEED}
         result = run(args, args.folder / "last.pkl", **flags | {"fraction": fraction})
         speeds[program].append(agents * result["steps"][-1] / result["seconds"][-1])
