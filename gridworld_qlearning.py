@@ -7,11 +7,13 @@
     Q(s, a) <- Q(s, a) + alpha (target - Q(s, a))
     target  =  r + gamma max_a' Q(s', a'),    or r if s' is the goal
 
-This update follows each step (Watkins 1989; Sutton & Barto 2018, section 6.5). The agent starts in
-the lower right cell, and the reward is 1 in the upper left cell, the goal, and 0 elsewhere. Moves
-and rewards are not random, so a constant alpha converges to the exact values, as long as all
-actions are tried again and again (epsilon > 0). The exact value is Q(s, a) = gamma^(d - 1), where d
-is the number of steps of the shortest path from s to the goal whose first action is a.
+This update follows each step (Watkins 1989; Sutton & Barto 2018, section 6.5).
+
+The agent starts in the lower right cell, and the reward is 1 in the upper left cell, the goal, and
+0 elsewhere. Moves and rewards are not random, so a constant alpha converges to the exact values, as
+long as all actions are tried again and again (epsilon > 0). The exact value is
+Q(s, a) = gamma^(d - 1), where d is the number of steps of the shortest path from s to the goal
+whose first action is a.
 
     python gridworld_qlearning.py                                          # one agent
     python gridworld_qlearning.py --gamma 0.8 0.9 --num-seeds 500 --plot grid.png   # 1,000 agents
