@@ -292,6 +292,7 @@ def test_two_networks_start_with_random_weights_of_known_size():
         assert kstest(np.ravel(network["w0"]) * 4**0.5, norm.cdf).pvalue > RARE  # four inputs
         assert kstest(np.ravel(network["w1"]) / 0.01, norm.cdf).pvalue > RARE
         assert not network["b0"].any() and not network["b1"].any()
+    assert (actor["w1"].shape, critic["w1"].shape) == ((999, 2), (999, 1))
     assert actor["log_std"].tolist() == [0, 0]  # one for each number of an action
     first_layers = [np.ravel(x["w0"]) for x in (actor, critic, other.params["actor"])]
     assert np.all(np.abs(np.corrcoef(first_layers) - np.eye(3)) < 5 / np.sqrt(4 * 999))
