@@ -98,13 +98,10 @@ def test_no_key_is_used_twice_in_a_greedy_episode(name, learned):
 def test_evaluation_has_no_key_that_training_gets_from_the_same_state(name, monkeypatch):
     """Training splits the key of the state, and may split each part again."""
     script, run = load(name), small_run(name, "--eval-episodes 5")
-    monkeypatch.setattr(
-        script, "greedy_return", lambda *arguments: key_number(arguments[-1]), False
-    )
     if name == REINFORCE:
-        monkeypatch.setattr(
-            script, "play", lambda *arguments, **_: Rewards(key_number(arguments[-1]))
-        )
+        monkeypatch.setattr(script, "play", lambda *one, **_: Rewards(key_number(one[-1])))
+    else:
+        monkeypatch.setattr(script, "greedy_return", lambda *one: key_number(one[-1]))
     state = script.init_state(run)
     used = np.asarray(script.evaluate(run, state)["greedy_return"])
     parts = jax.random.split(state.key, 8)
