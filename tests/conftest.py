@@ -48,6 +48,22 @@ POSITIVE = {
     PQN: ["--learning-rate"],
     DQN: ["--learning-rate"],
 }
+# The flags that are numbers of something, so integers of at least 1.
+RUN = ["--num-seeds", "--num-intervals", "--num-envs", "--eval-episodes"]
+STEPS = [*RUN, "--total-timesteps"]
+BUFFER = ["--buffer-size", "--batch-size"]
+EPOCHS = ["--num-steps", "--update-epochs", "--num-minibatches"]
+COUNTS = {
+    PARALLEL: [*STEPS, "--num-centers", "--num-steps"],
+    REPLAY: [*STEPS, "--num-centers", *BUFFER],
+    DECAY: [*STEPS, "--num-centers", *BUFFER],
+    GRID: ["--num-seeds", "--num-intervals", "--total-timesteps", "--num-rows", "--num-columns"],
+    REINFORCE: [*RUN, "--num-iterations", "--hidden-size"],
+    PPO: [*STEPS, "--hidden-size", *EPOCHS],
+    PQN: [*STEPS, "--hidden-size", *EPOCHS],
+    DQN: [*STEPS, "--hidden-size", *BUFFER],
+    CAR: ["--num-episodes", "--num-envs"],
+}
 
 RARE = 5e-7  # how probable it is to be five standard deviations off
 
@@ -146,6 +162,25 @@ def watch(monkeypatch, owner, name, names="", ordered=True):
 
     monkeypatch.setattr(owner, name, watched)
     return records
+
+
+def places_of(record):
+    """The number of each transition of each update (U, B) among all that were seen, in time.
+
+    A transition is found by the observation in which it began: no two began in the same one.
+    """
+    rows = record.seen.obs.reshape(record.seen.reward.size, -1)
+    number = {row.tobytes(): i for i, row in enumerate(rows)}
+    assert len(number) == len(rows)
+    return np.array([[number[obs.tobytes()] for obs in x.batch.obs] for x in record.updates])
+
+
+def assert_batches_are_as_they_were_seen(record):
+    """Each transition of each update is one of those that were seen, in all its fields."""
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), record.seen)
+    for update, places in zip(record.updates, places_of(record), strict=True):
+        for column, seen in zip(update.batch, rows, strict=True):
+            np.testing.assert_array_equal(column, seen[places])
 
 
 def halves(records):

@@ -1,6 +1,7 @@
 """Small environments for the tests, and the pole of Gymnasium beside that of gymnax."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium
 import gymnax
@@ -92,7 +93,7 @@ class Pole(CartPole):
 
 
 # Not the defaults: a script must pass the parameters of its run. Some poles fall, and others stand
-# until the time limit (asserted in test_td.py and test_reinforce_parallel.py).
+# until the time limit: `follow_in_gymnasium` asserts it, as does test_reinforce_parallel.py.
 LIMIT = 14
 CHANGES = {"gravity": 20.0, "force_mag": 20.0, "x_threshold": 0.3}
 POLE_PARAMS = CartPole().default_params.replace(max_steps_in_episode=LIMIT, **CHANGES)
@@ -117,3 +118,35 @@ def play_in_gymnasium(obs, policy):
         seen.append(obs)
         rewards.append(2 - 3 * int(action))
     return seen, rewards
+
+
+def follow_in_gymnasium(seen):
+    """What the pole does after each action (T, N) in the observations (T, N, 4) that were seen.
+
+    Return the next observations, where it fell, where it stood but time ran out, and where either
+    ended the episode, (T, N) each.
+    """
+    shape = seen.action.shape
+    next_obs, fell, out_of_time = np.zeros((*shape, 4)), *np.zeros((2, *shape), bool)
+    length = np.zeros(shape[1], int)
+    for t, i in np.ndindex(shape):
+        next_obs[t, i], fell[t, i] = step_in_gymnasium(seen.obs[t, i], seen.action[t, i])
+        length[i] += 1
+        out_of_time[t, i] = length[i] == LIMIT and not fell[t, i]
+        if fell[t, i] or out_of_time[t, i]:
+            length[i] = 0
+    assert fell.any() and out_of_time.any()
+    ended = fell | out_of_time
+    return SimpleNamespace(next_obs=next_obs, fell=fell, out_of_time=out_of_time, ended=ended)
+
+
+def assert_episodes_go_on_until_they_end(seen):
+    """Each step begins where the one before led, or near the middle of the right half."""
+    expected = follow_in_gymnasium(seen)
+    goes_on = ~expected.ended[:-1]
+    np.testing.assert_allclose(
+        seen.obs[1:][goes_on], expected.next_obs[:-1][goes_on], rtol=1e-4, atol=1e-5
+    )
+    starts = [*seen.obs[0], *seen.obs[1:][~goes_on]]
+    # Gymnasium's poles start within 0.05 of 0, and these halfway to the end of their track.
+    assert np.all(np.abs(starts - np.array([0.15, 0, 0, 0])) <= 0.05)

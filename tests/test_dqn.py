@@ -1,8 +1,8 @@
 """dqn.py: what it does with the transitions that it saw, recomputed in NumPy.
 
 The fixture `learning` trains for two intervals on the pole of environments.py, whose episodes end
-both ways, and records every vector step and every update. Its network and its evaluation are those
-of pqn.py, and are tested there; test_replay.py has its buffer.
+both ways, and records every vector step and every update. Its network is that of pqn.py, and is
+tested there; test_replay.py has its buffer.
 """
 
 from functools import partial
@@ -14,9 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import assert_lines_show_returns, halves, jit, train, watch
-from environments import LIMIT, noise_run, pole_run, step_in_gymnasium
-from test_pqn import forward, random_params
+from conftest import (
+    assert_batches_are_as_they_were_seen,
+    assert_lines_show_returns,
+    halves,
+    jit,
+    places_of,
+    train,
+    watch,
+)
+from environments import (
+    assert_episodes_go_on_until_they_end,
+    follow_in_gymnasium,
+    noise_run,
+    pole_run,
+)
+from oracles import normalized_network, random_params, value_loss, values_of_actions
 
 close, equal = (
     partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
@@ -58,28 +71,13 @@ def test_steps_are_rounded_up_to_two_equal_intervals(learning):
     assert learning.last.timesteps == 480
 
 
-def ends(seen):
-    """Where an episode was as long as it may be: (80, 6)."""
-    out_of_time, length = np.zeros((80, 6), bool), np.zeros(6, int)
-    for t in range(80):
-        length += 1
-        out_of_time[t] = length == LIMIT
-        length[out_of_time[t] | seen.terminated[t]] = 0
-    return out_of_time
-
-
 def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learning):
     """Also at the time limit, where the next episode has begun already."""
-    seen = learning.seen
-    for t, i in np.ndindex(80, 6):
-        expected, fell = step_in_gymnasium(seen.obs[t, i], seen.action[t, i])
-        close(seen.next_obs[t, i], expected)
-        assert seen.terminated[t, i] == fell
+    seen, expected = learning.seen, follow_in_gymnasium(learning.seen)
+    close(seen.next_obs, expected.next_obs)
+    equal(seen.terminated, expected.fell)
     equal(seen.reward, 2 - 3 * seen.action)
-    ended = (seen.terminated | ends(seen))[:-1]
-    equal(seen.obs[1:][~ended], seen.next_obs[:-1][~ended])
-    # A new episode starts near the middle of the right half of the track.
-    assert np.all(np.abs(seen.obs[1:][ended] - [0.15, 0, 0, 0]) <= 0.05)
+    assert_episodes_go_on_until_they_end(seen)
 
 
 def test_observations_are_divided_by_their_largest_absolute_values_so_far(learning):
@@ -90,14 +88,10 @@ def test_observations_are_divided_by_their_largest_absolute_values_so_far(learni
 
 def test_replayed_transitions_are_as_they_were_seen(learning):
     """Not later ones. Some of them are of earlier steps."""
-    columns = [column.reshape(480, *column.shape[2:]) for column in learning.seen]
-    number = {obs.tobytes(): i for i, obs in enumerate(columns[0])}
-    for t, update in enumerate(learning.updates):
-        chosen = np.array([number[obs.tobytes()] for obs in update.batch.obs])
-        assert chosen.max() < 6 * (t + 1)
-        for column, expected in zip(update.batch, columns, strict=True):
-            equal(column, expected[chosen])
-    assert chosen.min() < 240
+    assert_batches_are_as_they_were_seen(learning)
+    places = places_of(learning)
+    assert np.all(places.max(axis=1) < 6 * np.arange(1, 81))
+    assert places[-1].min() < 240
 
 
 def test_targets_bootstrap_from_the_averaged_network_unless_the_next_state_is_terminal(learning):
@@ -107,31 +101,18 @@ def test_targets_bootstrap_from_the_averaged_network_unless_the_next_state_is_te
     """
     averaged = learning.target_params
     for update, after in zip(learning.updates, learning.after, strict=True):
-        best = forward(update.bounds, update.params, update.batch.next_obs).argmax(axis=1)
-        next_q = forward(update.bounds, averaged, update.batch.next_obs)
-        next_value = next_q[np.arange(10), best]
+        q_of = partial(normalized_network, update.bounds)
+        best = q_of(update.params, update.batch.next_obs).argmax(axis=1)
+        next_value = q_of(averaged, update.batch.next_obs)[np.arange(10), best]
         value = np.where(update.batch.terminated, 0, next_value)
         close(update.targets, update.batch.reward + 0.8 * value)
         averaged = jax.tree.map(lambda old, new: 0.6 * old + 0.4 * new, averaged, after)
     jax.tree.map(close, learning.last.target_params, averaged)
-    out_of_time = ends(learning.seen)
-    assert out_of_time.any() and learning.seen.terminated[~out_of_time].any()  # both ends
-
-
-def values_of(update):
-    q = forward(update.bounds, update.params, update.batch.obs)
-    return q[np.arange(10), update.batch.action]
-
-
-def expected_loss(params, bounds, batch, targets):
-    """Half the mean squared error of the values of the actions that were taken."""
-    values = forward(bounds, params, batch.obs)[np.arange(10), batch.action]
-    return ((targets - values) ** 2).mean() / 2
 
 
 def test_each_update_is_a_step_of_adam_along_the_gradient_of_the_loss(learning):
     """By all parameters. Its size falls to 0 in the 79 updates that were asked for."""
-    loss_and_slope = jax.jit(jax.value_and_grad(expected_loss))
+    loss_and_slope = jax.jit(jax.value_and_grad(value_loss))
     adam = optax.adam(lambda count: 0.02 * jnp.maximum(0, 1 - count / 79), eps=1e-3)
     moments, update_of = adam.init(learning.after[0]), jax.jit(adam.update)
     for update, params in zip(learning.updates, learning.after, strict=True):
@@ -143,14 +124,14 @@ def test_each_update_is_a_step_of_adam_along_the_gradient_of_the_loss(learning):
 
 def test_a_progress_line_shows_mean_errors_and_values(learning):
     for line, updates in zip(learning.lines, halves(learning.updates), strict=True):
-        values = np.array([values_of(update) for update in updates])
+        values = [values_of_actions(one.bounds, one.params, one.batch) for one in updates]
         close(line["q_value"], np.mean(values))
-        errors = [update.targets for update in updates] - values
+        errors = np.subtract([update.targets for update in updates], values)
         close(line["td_error"], np.mean(np.abs(errors)))
 
 
 def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learning):
-    ended = learning.seen.terminated | ends(learning.seen)
+    ended = follow_in_gymnasium(learning.seen).ended
     assert_lines_show_returns(learning.lines, learning.seen.reward, ended)
 
 
@@ -189,7 +170,7 @@ def test_without_exploration_each_action_has_the_highest_value_in_its_observatio
     state = dqn.init_state(run)
     params, target_params = random_params(2, state.params), random_params(3, state.params)
     state = state._replace(params=params, target_params=target_params)
-    best = np.argmax(forward(state.bounds, params, np.asarray(state.obs)), axis=1)
+    best = np.argmax(normalized_network(state.bounds, params, np.asarray(state.obs)), axis=1)
     assert len(np.unique(best)) > 1
     _, (transitions, _) = jit(dqn.vector_step, run)(state, 0.0)
     equal(transitions.action, best)

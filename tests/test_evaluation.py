@@ -1,4 +1,7 @@
-"""A greedy return is nan where it would mean nothing: in all learners but the grid world."""
+"""Greedy episodes after training: those of Gymnasium, and nan where a return would mean nothing.
+
+In all learners but the grid world. Those whose evaluation has the same text are tested in one.
+"""
 
 import itertools
 
@@ -6,10 +9,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import NETWORKS, REINFORCE, TRIO, jit, load, train
-from environments import Noise, noise_run
+from conftest import NETWORKS, PPO, PQN, REINFORCE, REPLAY, TRIO, jit, load, train, watch
+from environments import Noise, Pole, noise_run, play_in_gymnasium, pole_run
+from oracles import normalized_network, radial_features, random_params, tanh_network
 
-SMALL = dict.fromkeys(TRIO, "--num-centers 3") | dict.fromkeys(NETWORKS, "--hidden-size 3")
+SMALL = dict.fromkeys(TRIO, "--num-centers 9") | dict.fromkeys(NETWORKS, "--hidden-size 8")
+
+
+def linear_values(learned, obs):
+    return learned["weights"] @ radial_features(0.5, learned["centers"], obs)
+
+
+VALUES = {  # of actions, or how probable they are: a function of what `evaluate` returns
+    REPLAY: linear_values,
+    REINFORCE: lambda learned, obs: tanh_network(learned["params"], obs),
+    PPO: lambda learned, obs: tanh_network(learned["params"]["actor"], obs),
+    PQN: lambda learned, obs: normalized_network(learned["bounds"], learned["params"], obs),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_was_learned_plays_in_gymnasium_as_it_was_evaluated(name, monkeypatch):
+    """Its best actions, up to the end of the first episode. It is not what targets come from."""
+    script = load(name)
+    resets = watch(monkeypatch, Pole, "reset", "params", ordered=False)
+    run = pole_run(script, f"{SMALL.get(name, '')} --eval-episodes 3")
+    first, evaluate = script.init_state(run), jit(script.evaluate, run)
+    [part] = {"weights", "params"} & set(first._fields)
+    for seed in range(10):
+        resets.clear()
+        changes = {part: random_params(seed, getattr(first, part)), "key": jax.random.key(seed)}
+        if name == PQN:
+            changes["bounds"] = jnp.array([2.0, 3, 4, 5])
+        learned = jax.device_get(evaluate(first._replace(**changes)))
+        jax.effects_barrier()
+        jax.tree.map(np.testing.assert_array_equal, learned[part], changes[part])
+
+        def policy(t, obs, learned=learned):
+            return np.argmax(VALUES[name](learned, obs))
+
+        returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
+        np.testing.assert_allclose(np.sort(learned["greedy_return"]), np.sort(returns), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", [*SMALL, REINFORCE])

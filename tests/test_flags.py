@@ -11,10 +11,9 @@ import matplotlib.pyplot as plt
 import pytest
 from conftest import (
     CAR,
-    DECAY,
+    COUNTS,
     DQN,
     FRACTIONS,
-    GRID,
     LEARNERS,
     NETWORKS,
     PARALLEL,
@@ -22,7 +21,6 @@ from conftest import (
     PPO,
     PQN,
     REINFORCE,
-    REPLAY,
     SCRIPTS,
     TRIO,
     load,
@@ -82,25 +80,9 @@ def test_values_up_to_a_limit_are_accepted_and_others_are_refused(
             assert any(word in error for word in flag.split() if word.startswith("--"))
 
 
-# The flags of each script that are numbers of something, so integers of at least 1.
-TD = "--num-seeds --total-timesteps --num-intervals --num-envs --eval-episodes"
-COUNTS = {
-    PARALLEL: f"{TD} --num-steps --num-centers",
-    REPLAY: f"{TD} --num-centers --buffer-size --batch-size",
-    DECAY: f"{TD} --num-centers --buffer-size --batch-size",
-    GRID: "--num-seeds --total-timesteps --num-intervals --num-rows --num-columns",
-    REINFORCE: "--num-seeds --num-iterations --num-intervals --num-envs --hidden-size"
-    " --eval-episodes",
-    PPO: f"{TD} --num-steps --update-epochs --num-minibatches --hidden-size",
-    PQN: f"{TD} --num-steps --update-epochs --num-minibatches --hidden-size",
-    DQN: f"{TD} --buffer-size --batch-size --hidden-size",
-    CAR: "--num-episodes --num-envs",
-}
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_number_of_something_is_an_integer_of_at_least_1(script, refusal):
-    for flag in COUNTS[script].split():
+    for flag in COUNTS[script]:
         assert flag in refusal(script, f"{flag} 0")
         load(script).parse_args([flag, "1.6e1"])
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GRID, jit, load, one_run
+from patches import changed
 from probes import Cliff, Corridor, tabulate
-from test_recipes import changed
 
 RIGHT, DOWN, LEFT, UP = range(4)
 SMALL = "--num-rows 2 --num-columns 3"

@@ -9,7 +9,7 @@ from probes import Apart, Bandit, Cliff, Coin, Corridor, Endless, Later, Lengths
 def with_mistake(path, right, wrong, folder):
     """Import a copy of a script in which one text is replaced."""
     text = path.read_text()
-    assert text.count(right) == 1
+    assert text.count(right) == 1, f"{path.name} has changed: change this text of MISTAKES, too"
     copy = folder / path.name
     copy.write_text(text.replace(right, wrong))
     return probes.import_file(copy)

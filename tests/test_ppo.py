@@ -3,7 +3,7 @@
 `recorded` trains for two intervals and records every vector step and every minibatch: on the pole
 of environments.py, whose episodes end both ways, and on Echo, whose actions have two real numbers.
 Networks, actions and their probabilities have the same text in reinforce_parallel.py, and are
-tested there.
+tested there; test_evaluation.py has its greedy episodes.
 """
 
 from functools import cache, partial
@@ -15,16 +15,23 @@ import numpy as np
 import optax
 import ppo
 import pytest
-from conftest import RARE, assert_lines_show_returns, halves, jit, train, watch
+from conftest import (
+    RARE,
+    assert_batches_are_as_they_were_seen,
+    assert_lines_show_returns,
+    halves,
+    places_of,
+    train,
+    watch,
+)
 from environments import (
-    LIMIT,
     Echo,
-    Pole,
-    play_in_gymnasium,
+    assert_episodes_go_on_until_they_end,
+    follow_in_gymnasium,
     pole_run,
     run_in,
-    step_in_gymnasium,
 )
+from oracles import random_params, tanh_network
 from scipy.special import softmax
 from scipy.stats import kstest, norm
 
@@ -40,20 +47,11 @@ FLAGS += " --gae-lambda 0.6 --clip-coef 0.05 --ent-coef 0.3"
 ENVS = {"the pole": pole_run, "Echo": partial(run_in, Echo((1, 2)), Echo.default_params)}
 
 
-def forward(params, obs):
-    return np.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
-
-
-def random_params(rng, like):
-    """Larger weights: those of a new network choose all actions with the same probability."""
-    return jax.tree.map(lambda array: jnp.float32(rng.normal(size=array.shape) / 2), like)
-
-
 @cache
 def recorded(env):
     run = ENVS[env](ppo, FLAGS)
     first = ppo.init_state(run)
-    first = first._replace(params=random_params(np.random.default_rng(0), first.params))
+    first = first._replace(params=random_params(0, first.params))
     with pytest.MonkeyPatch.context() as patch:
         steps = watch(patch, ppo, "vector_step")
         updates = watch(patch, ppo, "ppo_loss", "params batch advantage")
@@ -61,32 +59,12 @@ def recorded(env):
     return SimpleNamespace(
         run=run,
         seen=jax.tree.map(lambda *columns: np.stack(columns), *[step.out[1][0] for step in steps]),
-        sums=[step.out[1][1] for step in steps],
         updates=updates,
         # The parameters after each update: those before the next one.
         after=[update.params for update in updates[1:]] + [jax.device_get(last.params)],
         old=[update.params for update in updates[::6] for _ in range(7)],  # of each vector step
         lines=lines,
     )
-
-
-@pytest.fixture(scope="module")
-def ends():
-    """What Gymnasium's pole does after each action that was seen: (168, 6) each."""
-    seen = recorded("the pole").seen
-    next_obs, fell, out_of_time = np.zeros((168, 6, 4)), *np.zeros((2, 168, 6), bool)
-    length = np.zeros(6, int)
-    for t, i in np.ndindex(168, 6):
-        next_obs[t, i], fell[t, i] = step_in_gymnasium(seen.obs[t, i], seen.action[t, i])
-        length[i] += 1
-        out_of_time[t, i] = length[i] == LIMIT and not fell[t, i]
-        if fell[t, i] or out_of_time[t, i]:
-            length[i] = 0
-    # Both ends are in the middle of the seven steps of an iteration, and at the last one.
-    for end in fell, out_of_time:
-        last_step = np.argwhere(end)[:, 0] % 7 == 6
-        assert set(last_step.tolist()) == {True, False}
-    return SimpleNamespace(next_obs=next_obs, fell=fell, out_of_time=out_of_time)
 
 
 def test_steps_are_rounded_up_to_two_equal_intervals():
@@ -96,29 +74,27 @@ def test_steps_are_rounded_up_to_two_equal_intervals():
     assert (len(record.updates), len(record.lines)) == (144, 2)
 
 
-def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(ends):
+def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action():
     seen = recorded("the pole").seen
-    equal(seen.ended, ends.fell | ends.out_of_time)
+    equal(seen.ended, follow_in_gymnasium(seen).ended)
     equal(seen.reward, 2 - 3 * seen.action)
-    goes_on = ~seen.ended[:-1]
-    close(seen.obs[1:][goes_on], ends.next_obs[:-1][goes_on], atol=1e-5)
-    # A new episode starts near the middle of the right half of the track.
-    assert np.all(np.abs(seen.obs[1:][~goes_on] - [0.15, 0, 0, 0]) <= 0.05)
+    assert_episodes_go_on_until_they_end(seen)
 
 
-def test_values_are_those_of_the_critic_before_the_update(ends):
+def test_values_are_those_of_the_critic_before_the_update():
     """That of the true last observation counts where time ran out; where a pole fell, it is 0."""
-    record = recorded("the pole")
-    for t, params in enumerate(record.old):
-        close(record.seen.value[t], forward(params["critic"], record.seen.obs[t])[:, 0])
-        next_value = forward(params["critic"], ends.next_obs[t])[:, 0]
-        expected = np.where(ends.fell[t], 0, next_value)
-        close(record.seen.next_value[t], expected, rtol=1e-3, atol=1e-4)
+    seen, old = recorded("the pole").seen, recorded("the pole").old
+    pole = follow_in_gymnasium(seen)
+    for t, params in enumerate(old):
+        close(seen.value[t], tanh_network(params["critic"], seen.obs[t])[:, 0])
+        next_value = tanh_network(params["critic"], pole.next_obs[t])[:, 0]
+        expected = np.where(pole.fell[t], 0, next_value)
+        close(seen.next_value[t], expected, rtol=1e-3, atol=1e-4)
 
 
 def log_prob(actor, obs, action):
     """Logarithm of the probability (or of the density) of actions."""
-    output = forward(actor, obs)
+    output = tanh_network(actor, obs)
     if "log_std" in actor:
         return norm.logpdf(action, output, np.exp(actor["log_std"])).sum(axis=1)
     return np.log(softmax(output, axis=1)[np.arange(len(action)), action])
@@ -141,15 +117,7 @@ def test_the_reward_of_an_echo_is_that_of_its_clipped_and_scaled_actions():
     close(seen.reward, (-1 + np.array([4, 8]) * from_0_to_1).sum(axis=2))
 
 
-def place_of_each_transition(record):
-    """For each update, the numbers (14,) of its transitions: of 1008, in the order of time."""
-    obs = record.seen.obs.reshape(1008, -1)
-    number = {obs[i].tobytes(): i for i in range(1008)}
-    assert len(number) == 1008
-    return [[number[obs.tobytes()] for obs in update.batch.obs] for update in record.updates]
-
-
-def test_advantages_are_sums_of_td_errors_up_to_the_end_of_the_episode_or_of_the_steps(ends):
+def test_advantages_are_sums_of_td_errors_up_to_the_end_of_the_episode_or_of_the_steps():
     """gamma is 0.8, lambda is 0.6. A sum has at most seven terms."""
     record, expected = recorded("the pole"), np.zeros((168, 6))
     seen = record.seen
@@ -161,19 +129,22 @@ def test_advantages_are_sums_of_td_errors_up_to_the_end_of_the_episode_or_of_the
             k += 1
             factor *= 0.8 * 0.6
             expected[t, i] += factor * td_error[k, i]
-    for update, places in zip(record.updates, place_of_each_transition(record), strict=True):
+    for update, places in zip(record.updates, places_of(record), strict=True):
         close(update.advantage, expected.ravel()[places])
+    # Both ends are in the middle of the seven steps of an iteration, and at the last one.
+    pole = follow_in_gymnasium(seen)
+    for end in pole.fell, pole.out_of_time:
+        last_step = np.argwhere(end)[:, 0] % 7 == 6
+        assert set(last_step.tolist()) == {True, False}
 
 
 def test_an_epoch_has_each_transition_of_its_iteration_once_in_an_order_of_its_own():
     record = recorded("the pole")
-    places = np.reshape(place_of_each_transition(record), (48, 42))  # of each epoch
+    places = np.reshape(places_of(record), (48, 42))  # of each epoch
     for i, epoch in enumerate(places):
         equal(np.sort(epoch), i // 2 * 42 + np.arange(42))
     assert len(np.unique(places % 42, axis=0)) == 48
-    for update, chosen in zip(record.updates, place_of_each_transition(record), strict=True):
-        for column, expected in zip(update.batch, record.seen, strict=True):
-            equal(column, expected.reshape(1008, *expected.shape[2:])[chosen])
+    assert_batches_are_as_they_were_seen(record)
 
 
 def ratios(update):
@@ -234,7 +205,7 @@ def test_the_clip_stops_the_gradient_where_the_ratio_has_moved_far_enough():
     the derivative is r A / 6, or 0 where the clip holds.
     """
     run = pole_run(ppo, FLAGS)
-    params = random_params(np.random.default_rng(1), ppo.init_state(run).params)
+    params = random_params(1, ppo.init_state(run).params)
     obs, action = np.random.default_rng(2).normal(size=(6, 4)), np.array([0, 1, 1, 0, 1, 0])
     advantage, ratio = np.array([1, 1, 1, -1, -1, -1.0]), np.array([1.2, 0.8, 1.02, 1.2, 0.8, 0.98])
     now, zero = log_prob(params["actor"], obs, action), np.zeros(6)
@@ -264,7 +235,7 @@ def entropies(update):
     actor = update.params["actor"]
     if "log_std" in actor:
         return norm.entropy(scale=np.exp(actor["log_std"])).sum()
-    p = softmax(forward(actor, update.batch.obs), axis=1)
+    p = softmax(tanh_network(actor, update.batch.obs), axis=1)
     return -np.sum(p * np.log(p), axis=1)
 
 
@@ -296,21 +267,3 @@ def test_two_networks_start_with_random_weights_of_known_size():
     assert actor["log_std"].tolist() == [0, 0]  # one for each number of an action
     first_layers = [np.ravel(x["w0"]) for x in (actor, critic, other.params["actor"])]
     assert np.all(np.abs(np.corrcoef(first_layers) - np.eye(3)) < 5 / np.sqrt(4 * 999))
-
-
-def test_the_returned_actor_plays_in_gymnasium_as_it_was_evaluated(monkeypatch):
-    """Its most probable actions. Only the first episode counts."""
-    resets = watch(monkeypatch, Pole, "reset", "params", ordered=False)
-    run = pole_run(ppo, "--hidden-size 8 --eval-episodes 3")
-    first, evaluate = ppo.init_state(run), jit(ppo.evaluate, run)
-    for seed in range(10):
-        resets.clear()
-        params = random_params(np.random.default_rng(seed), first.params)
-        learned = jax.device_get(evaluate(first._replace(params=params)))
-        jax.effects_barrier()
-
-        def policy(t, obs, actor=learned["params"]["actor"]):
-            return np.argmax(forward(actor, obs))
-
-        returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
-        close(np.sort(learned["greedy_return"]), np.sort(returns))

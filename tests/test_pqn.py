@@ -1,8 +1,8 @@
 """pqn.py: what it does with the transitions that it saw, recomputed in NumPy.
 
 The fixture `learning` trains for two intervals on the pole of environments.py, whose episodes end
-both ways, and records every vector step and every minibatch. The network and the evaluation have
-the same text in dqn.py, and are tested here.
+both ways, and records every vector step and every minibatch. The network has the same
+text in dqn.py, and is tested here; test_evaluation.py has its greedy episodes.
 """
 
 from functools import partial
@@ -14,8 +14,24 @@ import numpy as np
 import optax
 import pqn
 import pytest
-from conftest import RARE, assert_lines_show_returns, halves, jit, one_run, train, watch
-from environments import LIMIT, Pole, noise_run, play_in_gymnasium, pole_run, step_in_gymnasium
+from conftest import (
+    RARE,
+    assert_batches_are_as_they_were_seen,
+    assert_lines_show_returns,
+    halves,
+    jit,
+    one_run,
+    places_of,
+    train,
+    watch,
+)
+from environments import (
+    assert_episodes_go_on_until_they_end,
+    follow_in_gymnasium,
+    noise_run,
+    pole_run,
+)
+from oracles import normalized_network, random_params, value_loss, values_of_actions
 from scipy.stats import kstest, norm
 
 close, equal = (
@@ -28,24 +44,6 @@ close, equal = (
 FLAGS = "--num-envs 6 --num-steps 7 --update-epochs 2 --num-minibatches 3 --hidden-size 8"
 FLAGS += " --total-timesteps 930 --num-intervals 2 --learning-rate 0.02 --gamma 0.8"
 FLAGS += " --q-lambda 0.6 --epsilon 0.9"
-
-
-def forward(bounds, params, obs):
-    """Values (B, A) of all actions in observations (B, D)."""
-    *hidden, output = params
-    x = obs / bounds
-    for layer in hidden:
-        x = x @ layer["w"] + layer["b"]
-        deviation = x - x.mean(axis=1, keepdims=True)
-        x = deviation / (x.var(axis=1, keepdims=True) + 1e-5) ** 0.5
-        x = x * (x > 0)
-    return x @ output["w"] + output["b"]
-
-
-def random_params(seed, like):
-    """Biases of new layers are 0."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda array: jnp.float32(rng.normal(size=array.shape) / 2), like)
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +76,12 @@ def test_steps_are_rounded_up_to_two_equal_intervals(learning):
 
 def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learning):
     """Also at the time limit, where the next episode has begun already."""
-    seen, length = learning.seen, np.zeros(6, int)
-    for t, i in np.ndindex(168, 6):
-        expected, fell = step_in_gymnasium(seen.obs[t, i], seen.action[t, i])
-        close(seen.next_obs[t, i], expected)
-        length[i] += 1
-        assert seen.terminated[t, i] == fell
-        assert seen.truncated[t, i] == (length[i] == LIMIT)
-        if fell or length[i] == LIMIT:
-            length[i] = 0
+    seen, expected = learning.seen, follow_in_gymnasium(learning.seen)
+    close(seen.next_obs, expected.next_obs)
+    equal(seen.terminated, expected.fell)
+    equal(seen.truncated & ~seen.terminated, expected.out_of_time)
     equal(seen.reward, 2 - 3 * seen.action)
-    ended = (seen.terminated | seen.truncated)[:-1]
-    equal(seen.obs[1:][~ended], seen.next_obs[:-1][~ended])
-    # A new episode starts near the middle of the right half of the track.
-    assert np.all(np.abs(seen.obs[1:][ended] - [0.15, 0, 0, 0]) <= 0.05)
+    assert_episodes_go_on_until_they_end(seen)
 
 
 def test_observations_are_divided_by_their_largest_absolute_values_so_far(learning):
@@ -101,14 +91,6 @@ def test_observations_are_divided_by_their_largest_absolute_values_so_far(learni
         equal(update.bounds, obs[: steps + 1].max(axis=(0, 1)))
 
 
-def place_of_each_transition(learning):
-    """For each update, the numbers (14,) of its transitions: of 1008, in the order of time."""
-    obs = learning.seen.obs.reshape(1008, -1)
-    number = {obs[i].tobytes(): i for i in range(1008)}
-    assert len(number) == 1008
-    return [[number[obs.tobytes()] for obs in update.batch.obs] for update in learning.updates]
-
-
 def test_targets_are_lambda_returns_up_to_the_end_of_the_episode_or_of_the_steps(learning):
     """Mean n-step returns, gamma is 0.8 and lambda 0.6. Only an end by time is bootstrapped from.
 
@@ -116,7 +98,7 @@ def test_targets_are_lambda_returns_up_to_the_end_of_the_episode_or_of_the_steps
     """
     seen, expected = learning.seen, np.zeros((168, 6))
     next_q = [
-        forward(update.bounds, update.params, seen.next_obs[t])
+        normalized_network(update.bounds, update.params, seen.next_obs[t])
         for t, update in enumerate(learning.old)
     ]
     next_value = np.where(seen.terminated, 0, np.max(next_q, axis=2))
@@ -132,7 +114,7 @@ def test_targets_are_lambda_returns_up_to_the_end_of_the_episode_or_of_the_steps
             weight *= 0.6
             k += 1
         expected[t, i] += weight * n_step_return
-    for update, places in zip(learning.updates, place_of_each_transition(learning), strict=True):
+    for update, places in zip(learning.updates, places_of(learning), strict=True):
         close(update.targets, expected.ravel()[places])
     # Both ends are in the middle of the seven steps of an iteration, and at the last one.
     for end in seen.terminated, seen.truncated & ~seen.terminated:
@@ -141,24 +123,16 @@ def test_targets_are_lambda_returns_up_to_the_end_of_the_episode_or_of_the_steps
 
 
 def test_an_epoch_has_each_transition_of_its_iteration_once_in_an_order_of_its_own(learning):
-    places = np.reshape(place_of_each_transition(learning), (48, 42))  # of each epoch
+    places = np.reshape(places_of(learning), (48, 42))  # of each epoch
     for i, epoch in enumerate(places):
         equal(np.sort(epoch), i // 2 * 42 + np.arange(42))
     assert len(np.unique(places % 42, axis=0)) == 48
-    for update, chosen in zip(learning.updates, place_of_each_transition(learning), strict=True):
-        for column, expected in zip(update.batch, learning.seen, strict=True):
-            equal(column, expected.reshape(1008, *expected.shape[2:])[chosen])
-
-
-def expected_loss(params, bounds, batch, targets):
-    """Half the mean squared error of the values of the actions that were taken."""
-    values = forward(bounds, params, batch.obs)[np.arange(14), batch.action]
-    return ((targets - values) ** 2).mean() / 2
+    assert_batches_are_as_they_were_seen(learning)
 
 
 def test_each_update_is_a_step_of_radam_along_the_clipped_gradient_of_the_loss(learning):
     """By all parameters. The longest gradient is 1. The rate falls to 0 in the 23 * 6 updates."""
-    loss_and_slope = jax.jit(jax.value_and_grad(expected_loss))
+    loss_and_slope = jax.jit(jax.value_and_grad(value_loss))
     radam = optax.radam(lambda count: 0.02 * jnp.maximum(0, 1 - count / 138), eps=1e-3)
     moments, update_of = radam.init(learning.after[0]), jax.jit(radam.update)
     norms = []
@@ -174,13 +148,9 @@ def test_each_update_is_a_step_of_radam_along_the_clipped_gradient_of_the_loss(l
 
 def test_a_progress_line_shows_mean_errors_and_values_of_all_minibatches(learning):
     for line, updates in zip(learning.lines, halves(learning.updates), strict=True):
-        q = np.array(
-            [forward(update.bounds, update.params, update.batch.obs) for update in updates]
-        )
-        actions = np.array([update.batch.action for update in updates])
-        values = np.take_along_axis(q, actions[..., None], axis=2)[..., 0]
+        values = [values_of_actions(one.bounds, one.params, one.batch) for one in updates]
         close(line["q_value"], np.mean(values))
-        errors = [update.targets for update in updates] - values
+        errors = np.subtract([update.targets for update in updates], values)
         close(line["error"], np.mean(np.abs(errors)))
 
 
@@ -208,7 +178,8 @@ def test_without_exploration_each_action_has_the_highest_value_in_its_observatio
     run = noise_run(pqn, "--num-envs 500 --hidden-size 8 --epsilon 0")
     state = pqn.init_state(run)
     state = state._replace(params=random_params(1, state.params))
-    best = np.argmax(forward(state.bounds, state.params, np.asarray(state.obs)), axis=1)
+    q = normalized_network(state.bounds, state.params, np.asarray(state.obs))
+    best = np.argmax(q, axis=1)
     assert len(np.unique(best)) > 1
     equal(actions_of(state, run), best)
 
@@ -221,7 +192,7 @@ def test_values_are_those_of_a_normalized_network_of_the_scaled_observation(shap
     params = [{"w": rng.normal(size=size), "b": rng.normal(size=size[1])} for size in sizes]
     bounds, obs = rng.integers(0, 3, size=shape), rng.integers(-9, 9, size=shape)
     divisor = np.where(bounds == 0, 1, bounds).reshape(-1)
-    expected = forward(divisor, params, obs.reshape(1, -1))[0]
+    expected = normalized_network(divisor, params, obs.reshape(-1))
     close(pqn.q_values(jnp.array(bounds), params, jnp.array(obs)), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -236,21 +207,3 @@ def test_a_network_starts_with_random_weights_and_biases_of_known_size():
     hidden = [*state.params[:2], *other.params[:2]]
     drawn = [row for layer in hidden for row in [*layer["w"][:2], layer["b"]]]  # (300,) each
     assert np.all(np.abs(np.corrcoef(drawn) - np.eye(12)) < 5 / np.sqrt(300))
-
-
-def test_the_returned_network_plays_in_gymnasium_as_it_was_evaluated(monkeypatch):
-    """Only the first episode counts."""
-    resets = watch(monkeypatch, Pole, "reset", "params", ordered=False)
-    run = pole_run(pqn, "--hidden-size 8 --eval-episodes 3")
-    first, evaluate = pqn.init_state(run), jit(pqn.evaluate, run)
-    for seed in range(10):
-        resets.clear()
-        params, bounds = random_params(seed, first.params), jnp.array([2.0, 3, 4, 5])
-        learned = jax.device_get(evaluate(first._replace(params=params, bounds=bounds)))
-        jax.effects_barrier()
-
-        def policy(t, obs, learned=learned):
-            return np.argmax(forward(learned["bounds"], learned["params"], obs[None]))
-
-        returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
-        close(np.sort(learned["greedy_return"]), np.sort(returns))

@@ -5,14 +5,13 @@ What those for the grid world promise is in test_grid_recipes.py.
 
 import builtins
 import dis
-import importlib.util
+import importlib
 import itertools
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -43,10 +42,10 @@ from conftest import (
     watch,
 )
 from environments import Noise, noise_run
-from test_td import features
+from oracles import radial_features
+from patches import apply, changed, patch_of, scripts_of
 
-WIDTH = SimpleNamespace(sigma=0.5)  # of the features
-FOLDER = tempfile.TemporaryDirectory()  # of the changed scripts
+WIDTH = 0.5  # of the features
 sys.path.append(str(RECIPES))
 LOGGED = []  # what the recipe `logger` gives to Weights & Biases, which need not be installed
 sys.modules["wandb"] = SimpleNamespace(
@@ -63,14 +62,8 @@ FLAGS = {
 }
 
 
-def scripts_of(recipe):
-    """The scripts that a recipe says it is made for. The first one is the one in its diff."""
-    sentence = re.search(r"^Made for [^:]*?\.$", (RECIPES / f"{recipe}.patch").read_text(), re.M)
-    return re.findall(r"\w+\.py", sentence[0])
-
-
 PATCHES = sorted(path.stem for path in RECIPES.glob("*.patch"))
-SINGLE = [(script, recipe) for recipe in PATCHES for script in scripts_of(recipe)]
+SINGLE = [(script, recipe) for recipe in PATCHES for script in scripts_of(patch_of(recipe))]
 PAIRS = set()  # (script, recipe, recipe) in the table of the page, in both orders
 PAGE = (RECIPES / "README.md").read_text()
 for scripts, *cells in re.findall(r"^\| (`\w+\.py`.*) \| (`.+) \| (`.+) \|$", PAGE, re.M):
@@ -97,35 +90,12 @@ STARTED = [
 ]
 
 
-def apply(recipe, script, folder):
-    """Change a script in a folder, as the page says. Return what git complains about."""
-    diff = (RECIPES / f"{recipe}.patch").read_text().replace(scripts_of(recipe)[0], script)
-    command = ["git", "apply", "-"]
-    return subprocess.run(command, cwd=folder, input=diff, capture_output=True, text=True).stderr
-
-
-@cache
-def changed(*recipes, script=None):
-    """Copy a script into an empty folder, change it there as a user would, and import it."""
-    script = script or scripts_of(recipes[0])[0]
-    copy = Path(tempfile.mkdtemp(dir=FOLDER.name)) / script
-    shutil.copy(path_of(script), copy)
-    for recipe in recipes:
-        if complaint := apply(recipe, script, copy.parent):
-            pytest.fail(f"{recipe}, {script}:\n{complaint}", pytrace=False)
-    spec = importlib.util.spec_from_file_location("_".join([*recipes, copy.stem]), copy)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.COMPILER_OPTIONS = {}  # compiles faster
-    return module
-
-
 TOOLS = ["greedy_returns", "logger", "resume"]  # all others are exercises
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in PATCHES if recipe not in TOOLS])
 def test_the_commands_of_the_page_print_the_task_of_an_exercise_and_its_hints(recipe):
-    head = (RECIPES / f"{recipe}.patch").read_text().partition("\n--- a/")[0]
+    head = patch_of(recipe).read_text().partition("\n--- a/")[0]
     task, rest = head.split("\n\nResult\n\n")
     _, rest = rest.split("\n\nHints\n\n")
     hints, _ = rest.split("\n\nSolution\n\n")
@@ -214,7 +184,7 @@ def test_double_q_learning_takes_the_averaged_value_of_the_newest_best_action(mo
     script, flags = changed("double_q_learning"), "--num-centers 1 --sigma 0.5"
     fields = {"weights": jnp.array([[1.0], [0]]), "target_weights": jnp.array([[2.0], [5]])}
     loss, _, _ = update(script, flags, monkeypatch, "td_loss", centers=jnp.zeros((4, 1)), **fields)
-    phi = features(WIDTH, np.zeros((4, 1)), loss.batch.next_obs)[:, 0]
+    phi = radial_features(WIDTH, np.zeros((4, 1)), loss.batch.next_obs)[:, 0]
     np.testing.assert_allclose(loss.targets, 1 + 0.8 * 2 * phi, rtol=1e-5)
 
 
@@ -228,7 +198,7 @@ def test_the_full_gradient_is_that_of_the_squared_td_error(monkeypatch):
     step, before, after = update(script, flags, monkeypatch, "vector_step", weights=weights)
     _, (batch, _) = step.out
     gradient = np.zeros((2, 3))
-    phi, next_phi = (features(WIDTH, before.centers, x) for x in (batch.obs, batch.next_obs))
+    phi, next_phi = (radial_features(WIDTH, before.centers, x) for x in (batch.obs, batch.next_obs))
     for i, action in enumerate(batch.action):
         best = np.argmax(WEIGHTS @ next_phi[i])
         error = 1 + 0.8 * WEIGHTS[best] @ next_phi[i] - WEIGHTS[action] @ phi[i]
@@ -254,7 +224,7 @@ def test_semi_gradient_sarsa_learns_the_value_of_the_action_that_is_taken_next(m
     flags = "--num-centers 3 --num-envs 50 --num-steps 2 --epsilon 0.5 --sigma 0.5"
     loss, state, after = update(script, flags, monkeypatch, "td_loss", weights=weights)
     taken_next = np.append(loss.batch.action[50:], after.action)  # 50 first steps, 50 second ones
-    next_q = features(WIDTH, state.centers, loss.batch.next_obs) @ WEIGHTS.T  # (B, A)
+    next_q = radial_features(WIDTH, state.centers, loss.batch.next_obs) @ WEIGHTS.T  # (B, A)
     assert 10 < np.sum(taken_next != next_q.argmax(axis=1)) < 45  # a quarter
     expected = 1 + 0.8 * next_q[np.arange(100), taken_next]
     np.testing.assert_allclose(loss.targets, expected, rtol=1e-5)

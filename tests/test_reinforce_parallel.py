@@ -2,6 +2,7 @@
 
 `recorded` trains on the pole of environments.py for two intervals, and records each update.
 `expected_loss` is a network, a policy and a loss of our own, which say what each update must be.
+test_evaluation.py has its greedy episodes.
 """
 
 from functools import cache, partial
@@ -15,7 +16,8 @@ import numpy as np
 import optax
 import pytest
 from conftest import RARE, halves, jit, one_run, train, watch
-from environments import LIMIT, Echo, Noise, Pole, noise_run, play_in_gymnasium, pole_run
+from environments import LIMIT, Echo, Noise, noise_run, play_in_gymnasium, pole_run
+from oracles import random_params, tanh_network
 from scipy.special import softmax
 from scipy.stats import kstest, norm
 
@@ -25,14 +27,10 @@ close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)  # sums in sin
 DRAWS = 20_000
 
 
-def forward(params, obs):
-    return np.tanh(obs @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
-
-
-def random_params(actions, inputs=3, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = {"w0": (inputs, 8), "b0": 8, "w1": (8, actions), "b1": actions}
-    return {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
+def network(num_actions):
+    """Parameters of a network with three inputs."""
+    shapes = {"w0": (3, 8), "b0": 8, "w1": (8, num_actions), "b1": num_actions}
+    return random_params(0, {name: np.zeros(shape) for name, shape in shapes.items()})
 
 
 def draw(params, obs):
@@ -41,8 +39,8 @@ def draw(params, obs):
 
 
 def test_discrete_actions_have_the_probabilities_of_a_softmax():
-    params, obs = random_params(4), np.ones(3)
-    p = softmax(forward(params, obs))
+    params, obs = network(4), np.ones(3)
+    p = softmax(tanh_network(params, obs))
     counts = np.bincount(draw(params, obs), minlength=4)
     assert np.all(np.abs(counts - DRAWS * p) < 5 * np.sqrt(DRAWS * p * (1 - p)))
     close([rp.log_prob(params, obs, action) for action in range(4)], np.log(p))
@@ -51,8 +49,8 @@ def test_discrete_actions_have_the_probabilities_of_a_softmax():
 
 def test_continuous_actions_are_normal_around_their_mean():
     log_std, obs = np.array([3.0, -5.0]), np.ones(3)
-    params = random_params(2) | {"log_std": log_std}
-    mean, std = forward(params, obs), np.exp(log_std)
+    params = network(2) | {"log_std": log_std}
+    mean, std = tanh_network(params, obs), np.exp(log_std)
     close(rp.best_action(params, obs), mean)
     noise = (draw(params, obs) - mean) / std
     assert all(kstest(column, norm.cdf).pvalue > RARE for column in noise.T)
@@ -224,24 +222,6 @@ def test_each_update_is_an_adam_step_along_the_gradient_of_the_expected_loss(fla
         step, moments = update_of(gradient, moments)
         expected = jax.tree.map(np.add, update.params, step)
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), params, expected)
-
-
-def test_greedy_episodes_have_the_most_probable_actions_and_their_rewards(monkeypatch):
-    resets = watch(monkeypatch, Pole, "reset", "params", ordered=False)
-    run = pole_run(rp, "--eval-episodes 3")
-    first, evaluate = rp.init_state(run), jit(rp.evaluate, run)
-    for seed in range(10):
-        resets.clear()
-        params = random_params(2, inputs=4, seed=seed)
-        learned = jax.device_get(evaluate(first._replace(params=params)))
-        jax.effects_barrier()
-
-        def policy(t, obs, params=params):
-            return np.argmax(forward(params, obs))
-
-        returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
-        close(np.sort(learned["greedy_return"]), np.sort(returns))
-        jax.tree.map(np.testing.assert_allclose, learned["params"], params)
 
 
 def test_continuous_actions_are_learned_from_where_nothing_is_replaced():

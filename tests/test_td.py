@@ -3,7 +3,7 @@
 The fixture `learning` trains a script for two intervals on the pole of environments.py, and records
 every vector step and every update: what these functions got and what they returned. Each test then
 checks one fact of that record. Functions that are the same in all three are tested in one. The
-buffer of two is tested in test_replay.py.
+buffer of two is tested in test_replay.py, and greedy episodes in test_evaluation.py.
 """
 
 from types import SimpleNamespace
@@ -19,35 +19,26 @@ from conftest import (
     RARE,
     REPLAY,
     TRIO,
+    assert_batches_are_as_they_were_seen,
     assert_lines_show_returns,
     halves,
     jit,
     load,
     one_run,
+    places_of,
     train,
     watch,
 )
 from environments import (
-    LIMIT,
-    Pole,
+    assert_episodes_go_on_until_they_end,
+    follow_in_gymnasium,
     noise_run,
-    play_in_gymnasium,
     pole_run,
-    step_in_gymnasium,
 )
+from oracles import radial_features
 from scipy.stats import kstest
 
 close, equal = np.testing.assert_allclose, np.testing.assert_array_equal
-SCALE = [2.4, 3.0, 0.2, 3.0]  # of CartPole-v1
-
-
-def features(run, centers, obs):
-    """Radial basis functions of observations (..., D), as the book defines them."""
-    scaled = np.asarray(obs, float) / SCALE
-    difference = scaled[..., None] - np.asarray(centers)  # (..., D, F)
-    return np.exp(-np.sum(difference**2, axis=-2) / (2 * run.sigma**2))
-
-
 # Steps that must be rounded up to two equal intervals. The buffer holds all 160 transitions.
 REPLAYED = "--total-timesteps 153 --batch-size 10 --buffer-size 200"
 FLAGS = {PARALLEL: "--total-timesteps 130 --num-steps 3", REPLAY: REPLAYED, DECAY: REPLAYED}
@@ -72,11 +63,6 @@ def learning(request):
         updates = watch(patch, script, "td_loss", "centers weights batch targets")
         last, lines = train(script, run, first)
     transitions = [step.out[1][0] for step in steps]  # of the state, and (transitions, sums)
-    length, ended = np.zeros(4, int), []
-    for step in transitions:
-        length += 1
-        ended.append(step.terminated | (length == LIMIT))
-        length[ended[-1]] = 0
     # The weights after each update: those before the next one.
     after = [update.weights for update in updates[1:]] + [jax.device_get(last.weights)]
     return SimpleNamespace(
@@ -85,8 +71,7 @@ def learning(request):
         first=first,
         last=last,
         lines=lines,
-        transitions=transitions,
-        ended=ended,  # (4,) for each step: where an episode fell, or reached the time limit
+        seen=jax.tree.map(lambda *columns: np.stack(columns), *transitions),
         updates=updates,
         after=after,
     )
@@ -95,7 +80,7 @@ def learning(request):
 def test_steps_are_rounded_up_to_two_equal_intervals(learning):
     """parallel_td.py: 130 steps are 11 updates of 12, so 12. The others: 153 are 39 of 4, so 40."""
     steps, updates = (144, 12) if learning.on_line else (160, 40)
-    assert len(learning.transitions) * 4 == steps
+    assert learning.seen.reward.size == steps
     assert len(learning.updates) == updates
     assert learning.run.interval_timesteps * len(learning.lines) == steps
     assert learning.on_line or learning.last.timesteps == steps  # parallel_td.py need not count
@@ -103,43 +88,22 @@ def test_steps_are_rounded_up_to_two_equal_intervals(learning):
 
 def test_transitions_are_those_of_gymnasium_with_the_reward_of_the_action(learning):
     """Also at the time limit, where the next episode has begun already."""
-    for transitions in learning.transitions:
-        for obs, action, reward, next_obs, terminated in zip(*transitions, strict=True):
-            expected, fell = step_in_gymnasium(obs, action)
-            close(next_obs, expected, rtol=1e-4, atol=1e-5)
-            assert terminated == fell
-            assert reward == 2 - 3 * action
+    seen, expected = learning.seen, follow_in_gymnasium(learning.seen)
+    close(seen.next_obs, expected.next_obs, rtol=1e-4, atol=1e-5)
+    equal(seen.terminated, expected.fell)
+    equal(seen.reward, 2 - 3 * seen.action)
+    assert_episodes_go_on_until_they_end(seen)
 
 
-def test_an_episode_goes_on_from_its_next_observation_until_it_ends(learning):
-    steps, starts = learning.transitions, [*learning.transitions[0].obs]
-    for step, ended, following in zip(steps[:-1], learning.ended[:-1], steps[1:], strict=True):
-        equal(following.obs[~ended], step.next_obs[~ended])
-        starts += [*following.obs[ended]]
-    # Gymnasium's poles start within 0.05 of 0, and these halfway to the end of their track.
-    assert np.all(np.abs(starts - np.array([0.15, 0, 0, 0])) <= 0.05)
-    terminated = np.array([step.terminated for step in steps])
-    assert set(terminated[np.array(learning.ended)].tolist()) == {True, False}  # both ends
+def test_it_learns_from_transitions_as_they_were_seen(learning):
+    assert_batches_are_as_they_were_seen(learning)
 
 
 @pytest.mark.parametrize("learning", [PARALLEL], indirect=True)
 def test_the_on_line_learner_learns_from_each_transition_once(learning):
-    """An update has three steps: at least 10 transitions, from four environments."""
-    for i, update in enumerate(learning.updates):
-        seen = learning.transitions[3 * i : 3 * i + 3]
-        jax.tree.map(equal, update.batch, jax.tree.map(lambda *parts: np.concatenate(parts), *seen))
-
-
-@pytest.mark.parametrize("learning", TRIO[1:], indirect=True)
-def test_replayed_transitions_are_as_they_were_seen(learning):
-    seen = {}  # by the observation in which they began
-    for transitions in learning.transitions:
-        for transition in zip(*transitions, strict=True):
-            seen[transition[0].tobytes()] = transition
-    for update in learning.updates:
-        for replayed in zip(*update.batch, strict=True):
-            for array, expected in zip(replayed, seen[replayed[0].tobytes()], strict=True):
-                equal(array, expected)
+    """An update has three steps of four environments."""
+    for i, places in enumerate(places_of(learning)):
+        equal(np.sort(places), np.arange(12 * i, 12 * i + 12))
 
 
 def test_targets_bootstrap_from_what_follows_unless_it_is_terminal(learning):
@@ -147,7 +111,8 @@ def test_targets_bootstrap_from_what_follows_unless_it_is_terminal(learning):
     first = learning.first.weights if learning.on_line else learning.first.target_weights
     weights = np.float64(first)
     for update, after in zip(learning.updates, learning.after, strict=True):
-        next_q = features(learning.run, update.centers, update.batch.next_obs) @ weights.T
+        phi = radial_features(0.7, update.centers, update.batch.next_obs)
+        next_q = phi @ weights.T
         value = np.where(update.batch.terminated, 0, next_q.max(axis=1))
         close(update.targets, update.batch.reward + 0.8 * value, rtol=1e-4)
         rate = 1 if learning.on_line else 0.4  # tau
@@ -156,7 +121,7 @@ def test_targets_bootstrap_from_what_follows_unless_it_is_terminal(learning):
 
 def errors_of(learning, update):
     """TD errors (B,) of an update, and the values (B,) of the actions that were taken."""
-    q = features(learning.run, update.centers, update.batch.obs) @ update.weights.T
+    q = radial_features(0.7, update.centers, update.batch.obs) @ update.weights.T
     values = q[np.arange(len(q)), update.batch.action]
     return update.targets - values, values
 
@@ -171,7 +136,7 @@ def test_each_update_is_a_step_of_adam_whose_size_falls_to_0(learning):
     update_of = jax.jit(adam.update)
     moments = adam.init(np.zeros((2, 9)))
     for update, after in zip(learning.updates, learning.after, strict=True):
-        phi = features(learning.run, update.centers, update.batch.obs)  # (B, F)
+        phi = radial_features(0.7, update.centers, update.batch.obs)  # (B, F)
         errors, _ = errors_of(learning, update)
         gradient = np.zeros((2, 9))
         for b in range(len(errors)):
@@ -190,8 +155,8 @@ def test_a_progress_line_shows_mean_errors_and_values(learning):
 
 
 def test_a_progress_line_shows_the_mean_return_of_the_episodes_that_ended(learning):
-    rewards = [transitions.reward for transitions in learning.transitions]
-    assert_lines_show_returns(learning.lines, rewards, learning.ended)
+    ended = follow_in_gymnasium(learning.seen).ended
+    assert_lines_show_returns(learning.lines, learning.seen.reward, ended)
 
 
 @pytest.mark.parametrize("name", TRIO[:2])
@@ -235,31 +200,12 @@ def test_actions_are_random_with_probability_epsilon(name, own, epsilons, monkey
 
 
 def test_scales_are_the_bounds_of_observations_or_about_half_of_them():
-    """That of CartPole-v1 is SCALE, with which the tests above compute features."""
+    """That of CartPole-v1 is in oracles.py, whose features the tests above compare with."""
     for script in map(load, TRIO):
         assert script.OBS_SCALE["MountainCar-v0"] == [1.2, 0.07]  # the left wall, the top speed
         *angles, first, second = script.OBS_SCALE["Acrobot-v1"]
         assert angles == [1, 1, 1, 1]  # cosines and sines
         assert 1.5 < 4 * np.pi / first < 2.5 and 1.5 < 9 * np.pi / second < 2.5  # top speeds
-
-
-def test_returned_weights_play_in_gymnasium_as_they_were_evaluated(monkeypatch):
-    """Not other ones, as the averaged weights of the targets. Only the first episode counts."""
-    script = load(REPLAY)
-    run = pole_run(script, "--num-centers 9 --eval-episodes 3")
-    first, evaluate = script.init_state(run), jit(script.evaluate, run)
-    resets = watch(monkeypatch, Pole, "reset", "params", ordered=False)
-    for i, weights in enumerate(np.random.default_rng(1).normal(size=(20, 2, 9))):
-        resets.clear()
-        state = first._replace(weights=jnp.float32(weights), key=jax.random.key(i))
-        learned = jax.device_get(evaluate(state))
-        jax.effects_barrier()
-
-        def policy(t, obs, learned=learned):
-            return np.argmax(learned["weights"] @ features(run, learned["centers"], obs))
-
-        returns = [sum(play_in_gymnasium(reset.out[0], policy)[1]) for reset in resets]
-        close(np.sort(learned["greedy_return"]), np.sort(returns), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", TRIO)

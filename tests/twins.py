@@ -4,8 +4,8 @@
     python tests/twins.py parallel_td.py --num-envs   # a flag, within the trio
     python tests/twins.py --mend sarsa                # a recipe that no longer applies
 
-The groups of tests/test_consistency.py say which scripts have the same. Nothing else in them
-changes. It also says which recipes no longer apply to a script that their heads name.
+The table DIFFERENT says which scripts do not have the same. Nothing else in them changes. This
+also says which recipes no longer apply to a script that their heads name.
 
 To mend a recipe, it is applied to the newest committed version of its script that it fits, what has
 changed in the script since then is merged, and the difference becomes the new recipe, below the
@@ -13,14 +13,98 @@ same head. If both change the same lines, resolve the conflicts in the file that
 run the command again.
 """
 
+import ast
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from conftest import RECIPES, ROOT, TRIO, path_of
-from test_consistency import SOURCES, groups_of
+from conftest import (
+    DECAY,
+    DQN,
+    NETWORKS,
+    PARALLEL,
+    PQN,
+    RECIPES,
+    REINFORCE,
+    REPLAY,
+    ROOT,
+    SCRIPTS,
+    TRIO,
+    path_of,
+)
+from patches import scripts_of
+
+RETURNS = [*TRIO, REINFORCE, *NETWORKS]  # what these show are returns
+STEPPING = [*TRIO, *NETWORKS]  # all environments are stepped in lockstep
+VALUES = [PQN, DQN]  # a network has values of actions
+
+# Name: the groups of scripts that agree, and why the groups differ. A script that is in no group
+# agrees with no other. No flag is here: two scripts of the trio never differ in a default.
+DIFFERENT = {
+    "AT_ONCE": ([RETURNS], "agents of the grid world are fastest one by one"),
+    "COMPILER_OPTIONS": ([STEPPING], "what is fast was measured for each"),
+    "parse_args": ([], "each script has flags of its own"),
+    "make_env": ([[*TRIO, *VALUES]], "REINFORCE's and PPO's actions may need bounds"),
+    "setting_mean": ([RETURNS], "the grid world has steps of episodes, not returns"),
+    "main": ([STEPPING], "REINFORCE has --gif and counts its steps, the grid world makes no env"),
+    "Transition": ([TRIO], "PPO keeps what its loss needs, PQN where time ran out, DQN pictures"),
+    "TrainState": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
+    "Step": ([], "REINFORCE keeps what its loss needs, the car what --save writes"),
+    "init_state": ([[REPLAY, DECAY]], "replay needs a buffer; the others learn something else"),
+    "select_action": (
+        [[*TRIO, *VALUES]],
+        "the grid world breaks ties at random: its table starts at 0",
+    ),
+    "optimizer": ([[*TRIO, REINFORCE]], "PPO and PQN have several steps in an update, DQN an eps"),
+    "q_values": ([TRIO, VALUES], "linear features or a network"),
+    "vector_step": ([[PARALLEL, REPLAY]], "epsilon decays; networks need other arrays of a step"),
+    "advantages": ([], "REINFORCE's have no critic"),
+    "td_target": ([TRIO], "DQN's is double Q-learning"),
+    "td_loss": ([TRIO], "a network has parameters; the targets of PQN are no TD targets"),
+    "greedy_return": ([TRIO, VALUES], "weights, a network of values, or an actor choose"),
+    "train_step": ([], "each method learns in another way"),
+    "train_interval": ([STEPPING], "the grid world adds up, REINFORCE knows whole episodes"),
+    "evaluate": ([TRIO, VALUES], "each method learns something else"),
+    "play": ([], "REINFORCE plays to learn, the car to roll out"),
+    "report": ([RETURNS], "the grid world has no greedy returns"),
+    "draw": ([RETURNS], "the grid world draws a table"),
+}
+
+
+def definitions(script):
+    """The lines of what a script defines, by name, with the comments directly above."""
+    text = path_of(script).read_text()
+    lines, found = text.splitlines(), {}
+    body = ast.parse(text).body
+    for node in body:
+        first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
+        while first > 1 and lines[first - 2].startswith("#"):
+            first -= 1
+        name = getattr(node, "name", lines[node.lineno - 1].partition(" = ")[0])
+        found[name] = "\n".join(lines[first - 1 : node.end_lineno])
+    if script in TRIO:
+        [parse_args] = [node for node in body if getattr(node, "name", "") == "parse_args"]
+        for node in parse_args.body:  # a statement for each flag
+            source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            if match := re.match(r"\s+(?:flag|sweep)\(\s*\"(--[\w-]+)\"", source):
+                found[match[1]] = source
+    return found
+
+
+SOURCES = {script: definitions(script) for script in SCRIPTS}
+NAMES = sorted({name for sources in SOURCES.values() for name in sources})
+
+
+def groups_of(name):
+    """The scripts that have a name, in groups that must agree."""
+    having = [script for script in SCRIPTS if name in SOURCES[script]]
+    if name not in DIFFERENT:
+        return [having]
+    groups = [list(group) for group in DIFFERENT[name][0]]
+    alone = [[script] for script in having if not any(script in group for group in groups)]
+    return groups + alone
 
 
 def copy(script, name):
@@ -34,12 +118,6 @@ def copy(script, name):
             path_of(other).write_text(f"{before}\n{new}\n{after}"[1:])
             changed.append(other)
     return changed
-
-
-def scripts_of(patch):
-    """The scripts that the head of a recipe names. The first one is that of its diff."""
-    made_for = re.search(r"^Made for [^:]*?\.$", patch.read_text(), re.MULTILINE)[0]
-    return re.findall(r"\w+\.py", made_for)
 
 
 def applied(patch, text):
