@@ -30,17 +30,19 @@ class Noise(environment.Environment):
     default_params = environment.EnvParams(max_steps_in_episode=5)
 
     def reset_env(self, key, params):
-        return jax.random.uniform(key, 4), environment.EnvState(time=jnp.array(0))
+        obs = jax.random.uniform(key, 4, minval=-1)
+        return obs, environment.EnvState(time=jnp.array(0))
 
     def step_env(self, key, state, action, params):
-        obs, state = jax.random.uniform(key, 4), state.replace(time=state.time + 1)
+        obs = jax.random.uniform(key, 4, minval=-1)
+        state = state.replace(time=state.time + 1)
         return obs, state, jnp.array(1.0), jnp.array(False), {}
 
     def action_space(self, params):
         return spaces.Discrete(self.num_actions)
 
     def observation_space(self, params):
-        return spaces.Box(0.0, 1.0, (4,))
+        return spaces.Box(-1.0, 1.0, (4,))
 
 
 def noise_run(script, flags, **values):
@@ -60,7 +62,7 @@ class Columns(Noise):
         return obs.reshape(2, 2), *others
 
     def observation_space(self, params):
-        return spaces.Box(0.0, 1.0, (2, 2))
+        return spaces.Box(-1.0, 1.0, (2, 2))
 
 
 class Echo(Noise):

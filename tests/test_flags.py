@@ -91,7 +91,8 @@ def test_each_number_of_something_is_an_integer_of_at_least_1(script, refusal):
 def test_the_tables_have_all_flags_that_take_several_values(script):
     flags = vars(load(script).parse_args([]))
     several = {f"--{name.replace('_', '-')}" for name in flags if isinstance(flags[name], list)}
-    assert several == {*FRACTIONS[script], *POSITIVE[script]}
+    expected = {*FRACTIONS[script], *POSITIVE[script]}
+    assert several == expected, "put a new flag into FRACTIONS or POSITIVE of conftest.py"
 
 
 @pytest.mark.parametrize("script", LEARNERS)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DECAY, DQN, RARE, REPLAY, jit, load, watch
-from environments import noise_run
+from environments import Noise, noise_run
 from scipy.stats import kstest
 
 SMALL = {REPLAY: "--num-centers 3", DECAY: "--num-centers 3", DQN: "--hidden-size 2"}
@@ -50,6 +50,21 @@ def test_the_buffer_keeps_the_last_transitions_also_near_the_largest_number_of_s
     np.testing.assert_array_equal(
         np.unique(state.buffer.obs, axis=0), np.unique(began[-10:], axis=0)
     )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_buffer_keeps_observations_in_their_own_type(name, monkeypatch):
+    """Pictures of bytes would take four times as much memory as floats."""
+    reset_env = Noise.reset_env
+
+    def reset_to_bytes(self, key, params):
+        obs, state = reset_env(self, key, params)
+        return (127 * obs).astype(jnp.int8), state
+
+    monkeypatch.setattr(Noise, "reset_env", reset_to_bytes)
+    run = noise_run(load(name), f"--num-envs 4 --buffer-size 10 {SMALL[name]}")
+    buffer = load(name).init_state(run).buffer
+    assert buffer.obs.dtype == buffer.next_obs.dtype == jnp.int8
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -191,6 +191,10 @@ def main():
         sys.exit(f"{script} defines no {name} (flags are copied within the trio only)")
     changed = copy(script, name)
     print(f"{name} of {script} was copied to: {', '.join(changed) or 'no script'}")
+    [group] = [group for group in groups_of(name) if script in group]
+    others = [other for other in SCRIPTS if name in SOURCES[other] and other not in group]
+    if others:
+        print(f"not to those that differ (see DIFFERENT), so look at them: {', '.join(others)}")
     if name.startswith("--"):
         lacking = [other for other in TRIO if name not in SOURCES[other]]
         print(f"without {name}, add it by hand: {', '.join(lacking) or 'none'}")

@@ -470,7 +470,8 @@ def recipes(names):
             r"^    (python (\S+)([^#\n]*)(.*))$", head, re.M
         ):
             others = re.findall(r"(\w+)\.patch", also)
-            text = patched(script, *others, path.stem)
+            recipes = [] if "unchanged" in also else [*others, path.stem]
+            text = patched(script, *recipes)
             lines = run(script, flags, text, save=False).lines
             # Progress without the speed, and the report. A table of the grid world has no colon.
             lines = [re.sub(r"  [\d,]+ steps/s in total", "", line) for line in lines]
