@@ -29,7 +29,7 @@ def test_the_rows_of_the_lesson_are_accepted():
     """All but the one with tiles, whose flags come with a recipe."""
     [task] = re.findall(r'^TASK="(.*)"$', README, re.M)
     [radial] = re.findall(r'^RADIAL="(.*)"$', README, re.M)
-    rows = re.findall(r"`(\w+\.py) \$RADIAL (.*?)`", README)
+    rows = re.findall(r"^python (\w+\.py) \$RADIAL (.*)$", README, re.M)
     assert len(rows) == 4
     for script, flags in rows:
         args = load(script).parse_args(f"{radial.replace('$TASK', task)} {flags}".split())
