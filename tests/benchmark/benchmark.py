@@ -364,15 +364,13 @@ def params_of(script, saved):
 def ablations():
     """Each learner with one change."""
     ended = 'terminated=info["returned_episode"]'  # terminated or truncated
+    limit = "a time limit taken for an end"
+    no_value = "jnp.where(terminated, 0.0, values(next_obs))"
     schedule = "optax.linear_schedule(run.learning_rate, 0.0, run.num_updates)"
     changes = {
         PARALLEL: (PARALLEL, ""),
         "gradient through the target": (PARALLEL, "", patched(PARALLEL, "full_gradient")),
-        "a time limit taken for an end": (
-            PARALLEL,
-            "",
-            replaced(PARALLEL, "terminated=terminated", ended),
-        ),
+        limit: (PARALLEL, "", replaced(PARALLEL, "terminated=terminated", ended)),
         "constant learning rate": (PARALLEL, "", replaced(PARALLEL, schedule, "run.learning_rate")),
         REPLAY: (REPLAY, ""),
         "no averaged target: --tau 1": (REPLAY, "--tau 1"),
@@ -380,6 +378,14 @@ def ablations():
         "little exploration: --epsilon 0.05": (REPLAY, "--epsilon 0.05"),
         DECAY: (DECAY, ""),
         "little exploration: --end-e 0.01": (DECAY, "--end-e 0.01"),
+        PPO: (PPO, ""),
+        f"ppo.py: {limit}": (
+            PPO,
+            "",
+            replaced(PPO, no_value, no_value.replace("terminated", "terminated | truncated")),
+        ),
+        PQN: (PQN, ""),
+        f"pqn.py: {limit}": (PQN, "", replaced(PQN, "terminated=terminated", ended)),
     }
     rows = []
     for what, (script, flags, *text) in changes.items():
