@@ -23,9 +23,10 @@ HARD = [Best, Match, Memory, Endless, Lengths, Apart]
 def pytest_generate_tests(metafunc):
     """Try the file that the command names, or six scripts."""
     own = metafunc.config.getoption("script")
-    scripts = {name: load(name) for name in [GRID, DECAY, REINFORCE, *NETWORKS]}
     if own:
         scripts = {own: probes.import_file(metafunc.config.invocation_params.dir / own)}
+    else:
+        scripts = {name: load(name) for name in [GRID, DECAY, REINFORCE, *NETWORKS]}
     cases = []
     for name, script in scripts.items():
         for attempt, probe in probes.attempts_of(script):
