@@ -36,6 +36,15 @@ def test_the_rows_of_the_lesson_are_accepted():
         assert (args.env_id, args.num_centers, args.seed) == ("MountainCar-v0", 1000, 271_000)
 
 
+def test_the_table_has_the_steps_of_a_default_run():
+    """All but REINFORCE, whose steps depend on the lengths of episodes."""
+    rows = re.findall(r"^\| \[`(\w+\.py)`\].* ([\d,]+) \|$", README, re.M)
+    rows = [row for row in rows if row[0] != REINFORCE]
+    assert len(rows) == 7
+    for script, steps in rows:
+        assert load(script).parse_args([]).total_timesteps == int(steps.replace(",", ""))
+
+
 def assert_solved(results):
     """In 100 greedy episodes, and nearly so in training, where some actions are random."""
     assert results["learned"]["greedy_return"].shape == (1, 100)
