@@ -23,7 +23,7 @@ from gymnax.environments import environment, spaces
 
 GAMMA = 0.5
 PLACES = [-1.0, -1 / 3, 1 / 3, 1.0]
-FLAGS = "--num-intervals 1 --gamma 0.5 --num-envs 8"
+EASY = "--num-intervals 1 --gamma 0.5 --num-envs 8"
 
 
 @struct.dataclass
@@ -262,16 +262,16 @@ def attempts_of(script):
 
 def learn(script, probe, flags=""):
     """Train a learner on a probe, and compare its values of actions with those above."""
-    own = f"{FLAGS} --learning-rate 0.02 --total-timesteps 8000"
+    own = f"{EASY} --learning-rate 0.02 --total-timesteps 8000"
     if probe is Plane:  # many observations
-        own = f"{FLAGS} --learning-rate 0.02 --total-timesteps 32000"
+        own = f"{EASY} --learning-rate 0.02 --total-timesteps 32000"
     if probe is Coin:  # average over many rewards
-        own = f"{FLAGS} --learning-rate 0.0005 --total-timesteps 32000"
+        own = f"{EASY} --learning-rate 0.0005 --total-timesteps 32000"
     arguments = vars(script.parse_args([]))
     if probe is Apart and "batch_size" in arguments:
         # Learn from one of the 8 newest transitions. With a key that is used again, it is always
         # that of the same environment.
-        own = f"{FLAGS} --learning-rate 0.02 --total-timesteps 64000 --buffer-size 8 --batch-size 1"
+        own = f"{EASY} --learning-rate 0.02 --total-timesteps 64000 --buffer-size 8 --batch-size 1"
     if "hidden_size" in arguments:
         own = own.replace("0.02", "0.005") + " --hidden-size 32"
     if "q_lambda" in arguments:
@@ -279,15 +279,17 @@ def learn(script, probe, flags=""):
         if probe in (Best, Memory, Apart):  # whose returns have the rewards of random actions
             own += " --q-lambda 0"
     env = probe()
-    if hasattr(script, "OBS_SCALE"):
-        script.OBS_SCALE["probe"] = [1.0] * env.observation_space(None).shape[0]
-    run = run_in(env, env.default_params, script, f"{own} {flags}", env_id="probe")
-    state, _ = jit(script.train_interval, run)(script.init_state(run))
-    # The arguments of q_values are the run, parts of the state (perhaps of other names than ours,
-    # in a changed copy), and last the observation.
-    *names, _ = inspect.signature(script.q_values).parameters
-    known = [run if name == "run" else getattr(state, name) for name in names]
-    values = [script.q_values(*known, jnp.array(obs, float, ndmin=1)) for obs in VALUES[probe]]
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(script, "OBS_SCALE"):
+            size = env.observation_space(None).shape[0]
+            patch.setitem(script.OBS_SCALE, "probe", [1.0] * size)
+        run = run_in(env, env.default_params, script, f"{own} {flags}", env_id="probe")
+        state, _ = jit(script.train_interval, run)(script.init_state(run))
+        # The arguments of q_values are the run, parts of the state (perhaps of other names than
+        # ours, in a changed copy), and last the observation.
+        *names, _ = inspect.signature(script.q_values).parameters
+        known = [run if name == "run" else getattr(state, name) for name in names]
+        values = [script.q_values(*known, jnp.array(obs, float, ndmin=1)) for obs in VALUES[probe]]
     # Their values differ by 0.2 and more; features overlap, so learned ones are near, not equal.
     np.testing.assert_allclose(values, [*VALUES[probe].values()], atol=0.05)
 
@@ -309,7 +311,7 @@ def criticize(script, probe, flags=""):
 
 def train_policy(script, probe, flags):
     """Train REINFORCE or PPO on a probe. Return the state, and the run."""
-    own = f"{FLAGS} --hidden-size 8 --eval-episodes 20"
+    own = f"{EASY} --hidden-size 8 --eval-episodes 20"
     if "num_iterations" in vars(script.parse_args([])):
         own += " --num-iterations 60 --learning-rate 0.1"
     else:

@@ -12,14 +12,14 @@ from patches import changed
 from probes import Cliff, Corridor, tabulate
 
 RIGHT, DOWN, LEFT, UP = range(4)
-SMALL = "--num-rows 2 --num-columns 3"
+TWO_BY_THREE = "--num-rows 2 --num-columns 3"
 BEST = [UP, LEFT, LEFT]  # a shortest path
 ZEROS = jnp.zeros((2, 3, 4))
 UPWARDS = ZEROS.at[1, 2, UP].set(5.0).at[0, 2].set(jnp.array([1, 2, 6, 3]))
 EQUAL = (ZEROS + 0.4).at[0, 0].set(0.0)  # all values but those of the goal
 
 
-def play(script, run, actions, *more_draws, **state):
+def act(script, run, actions, *more_draws, **state):
     """Take these actions. The agent explores: a uniform number chooses among all four actions."""
     step, state = jit(script.train_step, run), script.init_state(run)._replace(**state)
     for action in actions:
@@ -37,15 +37,15 @@ def assert_table(state, expected, others=ZEROS):
 
 def test_expected_sarsa_learns_the_mean_value_of_the_next_action():
     script = changed("expected_sarsa")
-    run = one_run(script, SMALL, epsilon=0.2, learning_rate=0.5, gamma=0.9)
-    state = play(script, run, [UP], q_table=UPWARDS)
+    run = one_run(script, TWO_BY_THREE, epsilon=0.2, learning_rate=0.5, gamma=0.9)
+    state = act(script, run, [UP], q_table=UPWARDS)
     assert state.q_table[1, 2, UP] == pytest.approx(5.0 + 0.5 * (0.9 * (0.8 * 6 + 0.2 * 3) - 5.0))
 
 
 def test_sarsa_learns_the_value_of_the_action_that_it_takes_next():
     script = changed("sarsa")
-    run = one_run(script, SMALL, learning_rate=0.5, gamma=0.9)
-    state = play(script, run, [DOWN], q_table=UPWARDS, action=jnp.array(UP))  # up, and then down
+    run = one_run(script, TWO_BY_THREE, learning_rate=0.5, gamma=0.9)
+    state = act(script, run, [DOWN], q_table=UPWARDS, action=jnp.array(UP))  # up, and then down
     assert (state.cell.tolist(), state.action) == ([0, 2], DOWN)
     assert state.q_table[1, 2, UP] == pytest.approx(5.0 + 0.5 * (0.9 * 2.0 - 5.0))
 
@@ -109,7 +109,7 @@ def test_moves_slip_with_the_probability_that_is_asked_for():
     _, s2 = np.linalg.solve([[0.8, -0.1], [-0.7, 0.7]], [1, 1])
     steps_from_2 = jit(script.evaluate, run)(state)["greedy_steps"]
     assert steps_from_2 == pytest.approx(s2, abs=0.15)  # 3.06; five deviations
-    state = play(script, run, [UP], (jnp.array(True), LEFT), q_table=left)
+    state = act(script, run, [UP], (jnp.array(True), LEFT), q_table=left)
     assert state.cell.tolist() == [0, 1]  # it slipped to the left, and learned about up
     assert np.argwhere(state.q_table != left).tolist() == [[0, 2, UP]]
 
@@ -124,24 +124,24 @@ def test_slippery_agents_that_never_arrive_take_infinitely_many_steps():
 def test_dyna_q_makes_as_many_planned_updates_as_it_is_asked_for():
     """One action is tried: down, into the wall. Its target is 0.5 * 0.4."""
     script = changed("dyna_q")
-    run = one_run(script, f"{SMALL} --planning-steps 3", learning_rate=0.5, gamma=0.5)
-    state = play(script, run, [DOWN], jax.random.key(0), q_table=EQUAL)
+    run = one_run(script, f"{TWO_BY_THREE} --planning-steps 3", learning_rate=0.5, gamma=0.5)
+    state = act(script, run, [DOWN], jax.random.key(0), q_table=EQUAL)
     assert_table(state, {(1, 2, DOWN): 0.2 + 0.2 / 2**4}, others=EQUAL)  # one real, three planned
 
 
 def test_dyna_q_plans_the_values_of_its_model_and_of_no_other_action():
     """Four actions are tried, the last one reaches the goal. One real update each is not enough."""
     script = changed("dyna_q")
-    run = one_run(script, f"{SMALL} --planning-steps 1000", learning_rate=0.5, gamma=0.5)
-    state = play(script, run, [DOWN, *BEST], jax.random.key(0), q_table=EQUAL)
+    run = one_run(script, f"{TWO_BY_THREE} --planning-steps 1000", learning_rate=0.5, gamma=0.5)
+    state = act(script, run, [DOWN, *BEST], jax.random.key(0), q_table=EQUAL)
     expected = {(0, 1, LEFT): 1.0, (0, 2, LEFT): 0.5, (1, 2, UP): 0.25}
     assert_table(state, expected | {(1, 2, DOWN): 0.5 * 0.4}, others=EQUAL)
 
 
 def traces(*actions, q_table=ZEROS):
     script = changed("eligibility_traces")
-    run = one_run(script, SMALL, learning_rate=0.5, gamma=0.8, trace_decay=0.5)
-    return play(script, run, actions, q_table=q_table)
+    run = one_run(script, TWO_BY_THREE, learning_rate=0.5, gamma=0.8, trace_decay=0.5)
+    return act(script, run, actions, q_table=q_table)
 
 
 def test_a_reward_follows_the_traces_back_to_the_start_of_its_episode():
@@ -163,10 +163,10 @@ def test_an_action_that_is_not_a_best_one_cuts_the_traces():
 def test_monte_carlo_learns_the_return_after_the_first_visit():
     """On a small cliff: the agent falls twice, and then walks around it. The goal is (1, 2)."""
     script = changed("monte_carlo", "cliff")
-    run = one_run(script, SMALL, learning_rate=0.5, gamma=0.5)
+    run = one_run(script, TWO_BY_THREE, learning_rate=0.5, gamma=0.5)
     around = [UP, RIGHT, RIGHT, DOWN]
-    assert_table(play(script, run, [RIGHT, RIGHT, *around[:3]]), {})  # not before the end
-    state = play(script, run, [RIGHT, RIGHT, *around, *around])
+    assert_table(act(script, run, [RIGHT, RIGHT, *around[:3]]), {})  # not before the end
+    state = act(script, run, [RIGHT, RIGHT, *around, *around])
     returns = {(0, 2, DOWN): -1.0, (0, 1, RIGHT): -1.5, (0, 0, RIGHT): -1.75, (1, 0, UP): -1.875}
     twice = {place: 0.75 * value for place, value in returns.items()}
     assert_table(state, twice | {(1, 0, RIGHT): 0.5 * (-100 - 50 - 1.875 / 4)})

@@ -31,7 +31,7 @@ MAINS = [PARALLEL, GRID, REINFORCE]  # the car, which learns nothing, has tests 
 SWEEP = "--learning-rate 0.5 0.125 0.25 --gamma 0.5 0.75 1 0.25 0.9921875 --num-seeds 3 --seed 7"
 SWEEP += f" --num-intervals {LINES}"
 STEPS = " --total-timesteps 1e9"  # 250,000,000 in each of four intervals
-FLAGS = {PARALLEL: SWEEP + STEPS, GRID: SWEEP + STEPS, REINFORCE: SWEEP}
+COMMANDS = {PARALLEL: SWEEP + STEPS, GRID: SWEEP + STEPS, REINFORCE: SWEEP}
 
 # What is known of the 45 runs, (45,) each: seeds change fastest, then gamma.
 RUNS = SimpleNamespace(
@@ -141,7 +141,7 @@ def toy(request, tmp_path_factory):
         script, began = with_toy(patch, name, **functions), time.perf_counter()
         patch.setattr(script, "AT_ONCE", 5)  # of 12 runs on a device
         with contextlib.redirect_stdout(file):
-            results = script.main(FLAGS[name].split())
+            results = script.main(COMMANDS[name].split())
         seconds = time.perf_counter() - began
     text = printed.read_text().splitlines()
     return SimpleNamespace(

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
-SMALL = "--total-timesteps 2000 --num-centers 9 --eval-episodes 2"
+FEW_STEPS = "--total-timesteps 2000 --num-centers 9 --eval-episodes 2"
 COMMANDS = {
-    "parallel_td.py": f"{SMALL} --plot curve.png",
-    "replay_td.py": f"{SMALL} --plot curve.pdf",
-    "epsilon_decay_td.py": f"{SMALL} --plot curve.png",
+    "parallel_td.py": f"{FEW_STEPS} --plot curve.png",
+    "replay_td.py": f"{FEW_STEPS} --plot curve.pdf",
+    "epsilon_decay_td.py": f"{FEW_STEPS} --plot curve.png",
     "gridworld_qlearning.py": "--total-timesteps 6000 --plot grid.pdf",
     "reinforce_parallel.py": "--env-id Catch-bsuite --num-envs 2 --num-iterations 5"
     " --eval-episodes 2 --plot curve.svg --gif episode.gif",

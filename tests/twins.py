@@ -34,7 +34,7 @@ from conftest import (
     TRIO,
     path_of,
 )
-from patches import scripts_of
+from patches import apply, scripts_of
 
 RETURNS = [*TRIO, REINFORCE, *NETWORKS]  # what these show are returns
 STEPPING = [*TRIO, *NETWORKS]  # all environments are stepped in lockstep
@@ -120,20 +120,10 @@ def copy(script, name):
     return changed
 
 
-def applied(patch, text):
-    """The text of a script with a recipe, or None if it does not apply."""
-    with tempfile.TemporaryDirectory() as folder:
-        changed = Path(folder) / "changed.py"
-        changed.write_text(text)
-        command = ["patch", "-s", "-F0", changed, patch]
-        applies = subprocess.run(command, capture_output=True).returncode == 0
-        return changed.read_text() if applies else None
-
-
 def broken_recipes():
     """Return the recipes that do not apply, each with its script."""
     pairs = [(patch, x) for patch in sorted(RECIPES.glob("*.patch")) for x in scripts_of(patch)]
-    return [(patch, x) for patch, x in pairs if applied(patch, path_of(x).read_text()) is None]
+    return [(patch, x) for patch, x in pairs if apply(patch, x, path_of(x).read_text())[1]]
 
 
 def git(*command):
@@ -150,8 +140,8 @@ def merge(patch, script):
     path = path_of(script).relative_to(ROOT)
     for commit in git("log", "--format=%h", "--", str(path)).split():
         before = git("show", f"{commit}:{path}")
-        changed = applied(patch, before)
-        if changed is not None:
+        changed, complaint = apply(patch, script, before)
+        if not complaint:
             break
     else:
         sys.exit(f"{patch.name} applies to no version of {script}")
