@@ -165,7 +165,7 @@ def watch(monkeypatch, owner, name, names="", ordered=True):
 
 
 def places_of(record):
-    """The number of each transition of each update (U, B) among all that were seen, in time.
+    """The number of each transition of each update (U, B), in the order in which they were seen.
 
     A transition is found by the observation in which it began: no two began in the same one.
     """

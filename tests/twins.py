@@ -4,8 +4,8 @@
     python tests/twins.py parallel_td.py --num-envs   # a flag, within the trio
     python tests/twins.py --mend sarsa                # a recipe that no longer applies
 
-The table DIFFERENT says which scripts do not have the same. Nothing else in them changes. This
-also says which recipes no longer apply to a script that their heads name.
+The table DIFFERENT says which scripts do not have the same. Nothing else in the scripts changes.
+It also prints which recipes no longer apply to a script that their heads name.
 
 To mend a recipe, it is applied to the newest committed version of its script that it fits, what has
 changed in the script since then is merged, and the difference becomes the new recipe, below the
