@@ -121,14 +121,6 @@ def test_without_save_no_steps_are_kept():
     assert set(car.main(["--num-episodes", "4"])) == {"args", "versions", *TOTALS}
 
 
-def test_the_rollout_has_episodes_of_each_length_and_cars_at_all_bounds(rollout):
-    steps = rollout.steps
-    ended = np.any(steps.terminated, axis=1)
-    assert set(steps.mask.sum(axis=1)[ended]) == set(range(1, LIMIT + 1))
-    for axis, bound in (0, -1.22), (0, 0.4), (1, -0.05), (1, 0.05):  # walls, top speeds
-        assert np.mean(steps.next_obs[..., axis] == np.float32(bound)) > 0.001
-
-
 def test_steps_are_those_of_gymnasium_and_real_until_an_episode_ends(rollout):
     """In a part of all episodes, since Gymnasium plays one step at a time."""
     env, steps = gymnasium.make("MountainCar-v0").unwrapped, rollout.steps
@@ -145,22 +137,24 @@ def test_steps_are_those_of_gymnasium_and_real_until_an_episode_ends(rollout):
             assert steps.terminated[i, t] == (terminated and real)
             real = real and not terminated
     equal(steps.obs[:, 1:], steps.next_obs[:, :-1])
+    # Among them are episodes that ended in each step, and cars at both walls and both top speeds.
+    ended = steps.terminated.any(axis=1)
+    assert set(steps.mask.sum(axis=1)[ended]) == set(range(1, LIMIT + 1))
+    for axis, bound in (0, -1.22), (0, 0.4), (1, -0.05), (1, 0.05):
+        assert np.mean(steps.next_obs[..., axis] == np.float32(bound)) > 0.001
 
 
-def test_totals_are_those_of_each_episode(rollout):
+def test_totals_are_those_of_each_episode_and_their_means_are_printed(rollout):
     steps, totals = rollout.steps, rollout.results
     equal(totals["timesteps"], steps.mask.sum(axis=1))
     close(totals["returns"], steps.reward.sum(axis=1), rtol=1e-5)
     equal(totals["terminated"], steps.terminated.any(axis=1))
     assert not np.all(totals["terminated"])
-
-
-def test_what_is_printed_are_the_means_over_all_episodes(rollout):
     line = rollout.printed.splitlines()[-1]
     assert "6,000 episodes" in line
     for name in TOTALS:
         shown = float(re.search(rf"{name} (\S+)", line)[1])
-        assert shown == pytest.approx(rollout.results[name].mean(), rel=1e-3)
+        assert shown == pytest.approx(totals[name].mean(), rel=1e-3)
 
 
 def test_episodes_start_evenly_over_the_valley(rollout):
@@ -191,10 +185,13 @@ def short(monkeypatch, tmp_path):
     return play
 
 
-def test_an_episode_depends_on_neither_the_batch_nor_the_number_of_cars(short):
+def test_an_episode_depends_on_its_seed_and_neither_on_the_batch_nor_on_the_number_of_cars(short):
     many, one_by_one = short("--num-episodes 40"), short("--num-episodes 40 --num-envs 1")
     for name, array in many.items():
         close(array, one_by_one[name], rtol=0, atol=1e-6)  # another program may round
+    other = short("--num-episodes 40 --seed 1")
+    starts = [steps["steps.obs"][:, 0, 0].tolist() for steps in (many, other)]
+    assert not set(starts[0]) & set(starts[1])
 
 
 def test_as_many_cars_as_asked_for_are_driven_at_once_on_each_device(short, monkeypatch):
@@ -212,11 +209,6 @@ def test_as_many_cars_as_asked_for_are_driven_at_once_on_each_device(short, monk
     monkeypatch.setattr(car, "choose_action", choose_action)
     short("--num-episodes 40 --num-envs 3")
     assert batches == {(3,), (1,)}
-
-
-def test_two_seeds_share_no_episode(short):
-    starts = [short(f"--num-episodes 40 --seed {seed}")["steps.obs"][:, 0, 0] for seed in (0, 1)]
-    assert not set(starts[0].tolist()) & set(starts[1].tolist())
 
 
 def test_episodes_are_divided_among_all_devices(short, capsys):

@@ -336,9 +336,11 @@ def test_clipped_gradients_and_weight_decay_of_the_page_take_the_place_of_the_op
 
 
 @pytest.fixture
-def highway():
+def highway(monkeypatch):
     """It needs a package that is in no requirements: see the first lines of highway.py."""
     pytest.importorskip("highjax", reason="pip install --ignore-requires-python --no-deps highjax")
+    ppo = load(PPO)  # highway.py changes its options: here, and for no other test
+    monkeypatch.setattr(ppo, "COMPILER_OPTIONS", ppo.COMPILER_OPTIONS)
     return importlib.import_module("highway")
 
 
