@@ -67,7 +67,10 @@ class Constant(environment.Environment):
 
 
 class Light(Constant):
-    """The reward is what is seen, 1 or -1. Do values depend on the observation?"""
+    """The reward is what is seen, 1 or -1. Do values depend on the observation?
+
+    Both are outside of the scale of the features, as observations of real tasks can be.
+    """
 
     def see(self, state):
         return state.light[None]
@@ -282,7 +285,8 @@ def learn(script, probe, flags=""):
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(script, "OBS_SCALE"):
             size = env.observation_space(None).shape[0]
-            patch.setitem(script.OBS_SCALE, "probe", [1.0] * size)
+            scale = 0.5 if probe is Light else 1.0
+            patch.setitem(script.OBS_SCALE, "probe", [scale] * size)
         run = run_in(env, env.default_params, script, f"{own} {flags}", env_id="probe")
         state, _ = jit(script.train_interval, run)(script.init_state(run))
         # The arguments of q_values are the run, parts of the state (perhaps of other names than
@@ -396,7 +400,8 @@ def tabulate(script, probe, flags="", on_policy=False):
     """Train 20 tabular agents on a probe, and compare their mean table with the exact one.
 
     It is that of the best policy, or, for an on-policy method, of the policy that explores. Moves
-    slip with the probability of a flag --slip, if the script has one.
+    slip with the probability of a flag --slip, if the script has one. After --total-timesteps,
+    no table may change.
     """
     grid = probe()
     rows, columns = grid.shape
@@ -407,12 +412,17 @@ def tabulate(script, probe, flags="", on_policy=False):
     def agent(seed):
         own = SimpleNamespace(**{**vars(run), "seed": seed})
         state, _ = script.train_interval(own, script.init_state(own))
-        return state.q_table, script.evaluate(own, state)["greedy_steps"]
+        short = SimpleNamespace(**{**vars(own), "total_timesteps": 100, "interval_blocks": 1})
+        early, _ = script.train_interval(short, script.init_state(short))
+        later, _ = script.train_interval(short, early)
+        changed = jnp.any(early.q_table != later.q_table)
+        return state.q_table, changed, script.evaluate(own, state)["greedy_steps"]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "start", grid.start)
         patch.setattr(script, "env_step", grid.env_step)
-        tables, steps = jax.jit(jax.vmap(agent))(jnp.arange(20))
+        tables, changed, steps = jax.jit(jax.vmap(agent))(jnp.arange(20))
+    assert not np.any(changed), f"{probe.__name__}: learning goes on after --total-timesteps"
     slip = getattr(run, "slip", 0.0)
     best, exploring = (grid.values(run.gamma, epsilon, slip) for epsilon in (0.0, run.epsilon))
     expected, other = (exploring, best) if on_policy else (best, exploring)

@@ -17,6 +17,7 @@ def with_mistake(path, right, wrong, folder):
 
 MAXIMUM = "jnp.where(terminated, 0.0, jnp.max(state.q_table[*next_cell]))"
 NEXT_START = "jnp.max(state.q_table[*jnp.where(terminated, start(run), next_cell)])"
+RATE = "jnp.where(state.timesteps < run.total_timesteps, run.learning_rate, 0.0)"
 BATCH = "key, key_batch = jax.random.split(state.key)"
 ACTIONS = "uniform = jax.random.uniform(key_uniform,"
 STEPS = "step_keys = jax.random.split(key_step,"
@@ -27,6 +28,7 @@ MISTAKES = {
     "a value beyond the end": (GRID, Bandit, MAXIMUM, NEXT_START),
     "a wrong next action": (GRID, Cliff, MAXIMUM, "state.q_table[*next_cell][action]"),
     "random actions count": (GRID, Corridor, MAXIMUM, "jnp.mean(state.q_table[*next_cell])"),
+    "learning goes on beyond the end of the run": (GRID, Cliff, RATE, "run.learning_rate"),
     "one key for all batches": (
         REPLAY,
         Apart,
