@@ -27,7 +27,7 @@ class Noise(environment.Environment):
     """
 
     num_actions = 3
-    default_params = environment.EnvParams(max_steps_in_episode=5)
+    default_params = environment.EnvParams(max_steps_in_episode=3)
 
     def reset_env(self, key, params):
         obs = jax.random.uniform(key, 4, minval=-1)
@@ -45,9 +45,12 @@ class Noise(environment.Environment):
         return spaces.Box(-1.0, 1.0, (4,))
 
 
+NOISE_PARAMS = Noise.default_params.replace(max_steps_in_episode=5)  # longer than the default
+
+
 def noise_run(script, flags, **values):
     """One run in a new `Noise`: jax would not compile the steps of a known one once more."""
-    return run_in(Noise(), Noise.default_params, script, flags, **values)
+    return run_in(Noise(), NOISE_PARAMS, script, flags, **values)
 
 
 class Columns(Noise):

@@ -100,6 +100,18 @@ class Plane(Constant):
         return spaces.Box(-1.0, 1.0, (2,))
 
 
+class Wave(Light):
+    """The reward is cos(pi x) of what is seen. Are observations told apart that are near?"""
+
+    def reset_env(self, key, params):
+        x = jax.random.choice(key, jnp.linspace(-1, 1, 7))
+        state = State(time=jnp.array(0), light=x, choice=jnp.array(0.0))
+        return self.see(state), state
+
+    def reward(self, state, action):
+        return jnp.cos(jnp.pi * state.light)
+
+
 class Later(Constant):
     """The reward comes in the second step. Is it discounted exactly once?"""
 
@@ -228,6 +240,7 @@ VALUES = {
     Constant: {0: (1, 1)},
     Light: {-1: (-1, -1), 1: (1, 1)},
     Plane: {(x, y): (x * y + x / 2,) * 2 for x in PLACES for y in PLACES},
+    Wave: {x: (np.cos(np.pi * x),) * 2 for x in np.linspace(-1, 1, 7)},
     Later: {0: (GAMMA, GAMMA), 1: (1, 1)},
     Best: {0: (GAMMA, GAMMA, GAMMA), 1: (0, 0.5, 1)},
     Choice: {0: (-1, 0, 1)},
@@ -266,7 +279,7 @@ def attempts_of(script):
 def learn(script, probe, flags=""):
     """Train a learner on a probe, and compare its values of actions with those above."""
     own = f"{EASY} --learning-rate 0.02 --total-timesteps 8000"
-    if probe is Plane:  # many observations
+    if probe in (Plane, Wave):  # many observations
         own = f"{EASY} --learning-rate 0.02 --total-timesteps 32000"
     if probe is Coin:  # average over many rewards
         own = f"{EASY} --learning-rate 0.0005 --total-timesteps 32000"

@@ -146,15 +146,20 @@ def test_both_networks_start_with_the_same_parameters_which_differ_between_runs(
     assert all(layer["w"].all() for layer in state.params)
 
 
-def test_actions_are_random_with_a_probability_that_falls_in_each_vector_step(monkeypatch):
+@pytest.mark.parametrize(
+    ("start", "end", "epsilons"), [(0.8, 0.15, [0.8, 0.4, 0.2, 0.15]), (0.1, 0.4, [0.4])]
+)
+def test_actions_are_random_with_a_probability_that_falls_in_each_vector_step(
+    start, end, epsilons, monkeypatch
+):
     """Of three actions, the second is best. The others are taken in a third of random steps."""
-    flags = "--num-envs 6000 --hidden-size 2 --start-e 0.8 --end-e 0.15 --epsilon-decay 0.5"
+    flags = f"--num-envs 6000 --hidden-size 2 --start-e {start} --end-e {end} --epsilon-decay 0.5"
     run = noise_run(dqn, flags, learning_rate=0.0)
     steps = watch(monkeypatch, dqn, "vector_step")
     state, train_step = dqn.init_state(run), jit(dqn.train_step, run)
     output = {"w": jnp.zeros((2, 3)), "b": jnp.array([0.0, 1.0, 0.0])}
     state = state._replace(params=[*state.params[:2], output])  # not those of the targets
-    for epsilon in (0.8, 0.4, 0.2, 0.15):
+    for epsilon in epsilons:
         state, (metrics, _) = train_step(state, None)
         jax.effects_barrier()
         transitions = steps[-1].out[1][0]

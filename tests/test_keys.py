@@ -33,7 +33,7 @@ from conftest import (
     train,
     watch,
 )
-from environments import Columns, Noise, noise_run, pole_run, run_in
+from environments import NOISE_PARAMS, Columns, Noise, noise_run, pole_run, run_in
 
 TD = "--num-intervals 1 --num-envs 4 --total-timesteps 100 --num-centers 9"
 SMALL = {
@@ -183,7 +183,7 @@ def test_environments_never_get_the_same_random_numbers_twice(name, monkeypatch)
     jax.effects_barrier()
     seen = [record.out[0] for record in starts + steps]
     assert len(np.unique(seen, axis=0)) == len(seen) > 2 * (50 * 5 + 4 * 5)
-    assert np.all(np.equal(returns, Noise.default_params.max_steps_in_episode))  # 1 in each step
+    assert np.all(np.equal(returns, NOISE_PARAMS.max_steps_in_episode))  # 1 in each step
 
 
 @pytest.mark.parametrize("name", [PARALLEL, DECAY, REINFORCE, *NETWORKS])

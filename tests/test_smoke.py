@@ -102,6 +102,12 @@ def test_all_cores_are_used_as_far_as_there_are_runs(script, folder):
     assert int(devices[1]) == (cores if script == CAR else min(4, cores))
 
 
+def test_the_car_uses_as_many_devices_as_the_user_sets(tmp_path):
+    """test_flags.py has the other scripts, which set devices when they are imported, too."""
+    flags = "--num-envs 3 --num-episodes 7".split()
+    assert "devices: 3 x" in run_python(tmp_path, [path_of(CAR), *flags], JAX_NUM_CPU_DEVICES="3")
+
+
 def load_saved(folder):
     with np.load(folder / "run.npz") as saved:
         return dict(saved)
