@@ -80,7 +80,7 @@ class Light(Constant):
 
 
 class Plane(Constant):
-    """Two numbers x and y are seen, and the reward is x y + x / 2. Do values depend on both?
+    """Two numbers are seen, and the reward is x y + x / 2. Do no two observations share a weight?
 
     No value of the 16 observations is that of another one whose numbers are exchanged.
     """
@@ -240,7 +240,7 @@ VALUES = {
     Constant: {0: (1, 1)},
     Light: {-1: (-1, -1), 1: (1, 1)},
     Plane: {(x, y): (x * y + x / 2,) * 2 for x in PLACES for y in PLACES},
-    Wave: {x: (np.cos(np.pi * x),) * 2 for x in np.linspace(-1, 1, 7)},
+    Wave: {x: (np.cos(np.pi * x),) * 2 for x in np.linspace(-1, 1, 7).tolist()},
     Later: {0: (GAMMA, GAMMA), 1: (1, 1)},
     Best: {0: (GAMMA, GAMMA, GAMMA), 1: (0, 0.5, 1)},
     Choice: {0: (-1, 0, 1)},
@@ -308,13 +308,15 @@ def learn(script, probe, flags=""):
         known = [run if name == "run" else getattr(state, name) for name in names]
         values = [script.q_values(*known, jnp.array(obs, float, ndmin=1)) for obs in VALUES[probe]]
     # Their values differ by 0.2 and more; features overlap, so learned ones are near, not equal.
-    np.testing.assert_allclose(values, [*VALUES[probe].values()], atol=0.05)
+    text = f"{probe.__name__}: {probe.__doc__} Rows are for observations {[*VALUES[probe]]}"
+    np.testing.assert_allclose(values, [*VALUES[probe].values()], atol=0.05, err_msg=text)
 
 
 def play(script, probe, flags=""):
     """Train a policy on a probe, and see whether its greedy actions are the best ones."""
     state, run = train_policy(script, probe, flags)
-    assert jit(script.evaluate, run)(state)["greedy_return"].tolist() == [1.0] * 20
+    returns = jit(script.evaluate, run)(state)["greedy_return"]
+    assert returns.tolist() == [1.0] * 20, f"{probe.__name__}: {probe.__doc__}"
 
 
 def criticize(script, probe, flags=""):
@@ -323,7 +325,8 @@ def criticize(script, probe, flags=""):
     params = state.params["critic"]
     values = [script.state_value(params, jnp.array([x], float)) for x in VALUES[probe]]
     expected = [of_actions[0] for of_actions in VALUES[probe].values()]
-    np.testing.assert_allclose(values, expected, atol=0.1)
+    text = f"{probe.__name__}: {probe.__doc__} Rows are for observations {[*VALUES[probe]]}"
+    np.testing.assert_allclose(values, expected, atol=0.1, err_msg=text)
 
 
 def train_policy(script, probe, flags):

@@ -475,7 +475,7 @@ def recipes(names):
         for command, script, flags, also in re.findall(
             r"^    (python (\S+)([^#\n]*)(.*))$", head, re.M
         ):
-            others = re.findall(r"(\w+)\.patch", also)
+            others = [other.stem for other in RECIPES.glob("*.patch") if other.stem in also]
             recipes = [] if "unchanged" in also else [*others, path.stem]
             text = patched(script, *recipes)
             lines = run(script, flags, text, save=False).lines
