@@ -335,6 +335,17 @@ def test_clipped_gradients_and_weight_decay_of_the_page_take_the_place_of_the_op
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
 
+def test_the_program_of_the_page_trains_and_evaluates_each_run(capsys):
+    """With fewer steps than on the page."""
+    [program] = re.findall(r"```python\n(from types.*?)```", PAGE, re.DOTALL)
+    few = '"--total-timesteps", "6000", "--hidden-size", "8", "--eval-episodes", "2"'
+    shorter = program.replace('"--num-intervals", "1"', f'"--num-intervals", "1", {few}')
+    assert shorter != program
+    exec(shorter, {})
+    returns = [float(word) for word in re.findall(r"[\d.]+", capsys.readouterr().out)]
+    assert len(returns) == 4 and all(8 <= x <= 500 for x in returns)
+
+
 @pytest.fixture
 def highway(monkeypatch):
     """It needs a package that is in no requirements: see the first lines of highway.py."""
