@@ -2,6 +2,7 @@
 
     python tests/benchmark/race.py --clones FOLDER --python PYTHON --speed
     python tests/benchmark/race.py --clones FOLDER --python PYTHON
+    python tests/benchmark/race.py --clones FOLDER --python PYTHON --agents 20
     python tests/benchmark/race.py --clones FOLDER --python PYTHON --fraction 0.01
 
 FOLDER has clones of the peers' repositories, and PYTHON is that of an environment with their
@@ -16,7 +17,6 @@ packages: RACE.md has the commands that make both, and says what differs between
 
 import argparse
 import ast
-import itertools
 import json
 import os
 import pickle
@@ -418,7 +418,8 @@ def race(args):
     from benchmark import table
 
     tables = []
-    for task, agents in itertools.product(args.tasks, args.agents):
+    agents = args.agents
+    for task in args.tasks:
         paths = {}
         for program in PROGRAMS:
             name = f"{program}-{task}-{agents}-{args.fraction}.pkl".replace("/", "-")
@@ -430,7 +431,7 @@ def race(args):
             for program, path in paths.items()
             if path.exists()
         ]
-        number = f"one agent, {ROUNDS} times" if agents == 1 else f"{agents} agents"
+        number = f"one agent, {ROUNDS} times" if agents == 1 else f"{agents} agents, once"
         tables.append(f"{task}, {number}:\n\n{table(HEAD.split('|'), rows)}")
     return "\n".join(tables)
 
@@ -439,7 +440,7 @@ def speed(args):
     """Return a table of the steps per second of many agents, with the programs in turn."""
     from benchmark import table
 
-    agents = max(args.agents)
+    agents = max(args.agents, 20)
     programs = [program for program in args.only if not program.startswith("cleanrl")]
     speeds = {program: [] for program in programs}
     for program in programs * ROUNDS:
@@ -464,7 +465,7 @@ def main():
     flag("--python", **path, help="of the environment with the packages of the peers")
     flag("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
     flag("--tasks", nargs="+", choices=BOUNDS, default=["CartPole-v1"], metavar="TASK")
-    flag("--agents", nargs="+", type=int, default=[1, 20], help="1, or a multiple of the cores")
+    flag("--agents", type=int, default=1, help="1, or a multiple of the cores")
     flag("--fraction", type=float, default=1.0, help="of the steps of each program, for a trial")
     flag("--speed", action="store_true", help="measure only the steps per second of many agents")
     flag("--folder", **path, default=f"{tempfile.gettempdir()}/race-{commit}", help="for results")
@@ -478,11 +479,10 @@ def main():
     from benchmark import write
 
     args.folder.mkdir(parents=True, exist_ok=True)
-    name = "speed" if args.speed else "race"
-    text = {"speed": speed, "race": race}[name](args)
+    text = speed(args) if args.speed else race(args)
     print(text)
     if args.fraction == 1:
-        write(name, text)
+        write("speed" if args.speed else "race" if args.agents == 1 else "race_of_many", text)
 
 
 if __name__ == "__main__":
