@@ -58,11 +58,11 @@ def test_a_default_run_solves_the_task(script):
 
 
 def test_saved_weights_balance_the_pole_of_gymnasium(monkeypatch, tmp_path):
-    """One run with default flags. It acts by the lines of NumPy in the recipes' README.md."""
+    """One run with default flags. It acts by the lines of NumPy in tests/recipes/USE.md."""
     monkeypatch.chdir(tmp_path)
     assert_solved(load(PARALLEL).main("--seed 100 --save learned.npz".split()))
-    recipes = (ROOT / "tests" / "recipes" / "README.md").read_text()
-    code = re.search(r"```python\n(import numpy.*?)```", recipes, re.DOTALL)[1]
+    page = (ROOT / "tests" / "recipes" / "USE.md").read_text()
+    code = re.search(r"```python\n(import numpy.*?)```", page, re.DOTALL)[1]
     env, steps, over = gymnasium.make("CartPole-v1"), 0, False
     obs, _ = env.reset(seed=0)
     while not over:

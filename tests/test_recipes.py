@@ -58,6 +58,7 @@ SHORT_RUNS = {
 
 
 PAGE = (RECIPES / "README.md").read_text()
+USE = (RECIPES / "USE.md").read_text()
 PATCHES = sorted(path.stem for path in RECIPES.glob("*.patch"))
 SINGLE = [(script, recipe) for recipe in PATCHES for script in scripts_of(patch_of(recipe))]
 OF_NETWORKS = [PARALLEL, REPLAY, DECAY, PPO, PQN, DQN]
@@ -324,7 +325,7 @@ def test_a_learner_learns_an_environment_of_ones_own(tmp_path):
 
 
 def test_clipped_gradients_and_weight_decay_of_the_page_take_the_place_of_the_optimizer(tmp_path):
-    [line] = re.findall(r"^(return optax\..*)$", PAGE, re.M)
+    [line] = re.findall(r"^(return optax\..*)$", USE, re.M)
     copy, text = tmp_path / "copy.py", path_of(DQN).read_text()
     copy.write_text(text.replace("return optax.adam(rate, eps=1e-3)", line))
     assert copy.read_text() != text
@@ -337,7 +338,7 @@ def test_clipped_gradients_and_weight_decay_of_the_page_take_the_place_of_the_op
 
 def test_the_program_of_the_page_trains_and_evaluates_each_run(capsys):
     """With fewer steps than on the page."""
-    programs = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
     [program] = [program for program in programs if "import ppo" in program]
     few = '"--total-timesteps", "6000", "--hidden-size", "8", "--eval-episodes", "2"'
     shorter = program.replace('"--num-intervals", "1"', f'"--num-intervals", "1", {few}')
