@@ -267,7 +267,7 @@ def attempts_of(script):
     A policy without values is only tried where actions matter, and a critic where they do not.
     """
     if "q_table" in script.TrainState._fields:
-        return [(tabulate, probe) for probe in (Bandit, Corridor, Cliff)]
+        return [(tabulate, probe) for probe in (Bandit, Corridor, Fork, Cliff)]
     if hasattr(script, "q_values"):
         return [(learn, probe) for probe in VALUES]
     attempts = [(play, probe) for probe in (Choice, Match, Memory, Aim)]
@@ -399,6 +399,15 @@ class Corridor(Grid):
     def __init__(self):
         super().__init__(1, 5, start=(0, 4), goal=(0, 0))
         self.rewards[0, 1, 2] = 1
+
+
+class Fork(Grid):
+    """Two moves lead to the goal. Do the probabilities of equally good actions sum to 1?"""
+
+    def __init__(self):
+        super().__init__(1, 3, start=(0, 2), goal=(0, 0))
+        self.next_cells[0, 1, 3] = self.goal  # up, like left
+        self.rewards[0, 1, 2:] = 1
 
 
 class Cliff(Grid):

@@ -3,7 +3,7 @@
 import probes
 import pytest
 from conftest import DQN, GRID, PARALLEL, PPO, PQN, REPLAY, path_of
-from probes import Apart, Bandit, Cliff, Coin, Corridor, Endless, Later, Lengths
+from probes import Apart, Bandit, Cliff, Coin, Corridor, Endless, Fork, Later, Lengths
 
 
 def with_mistake(path, right, wrong, folder):
@@ -16,6 +16,10 @@ def with_mistake(path, right, wrong, folder):
 
 
 MAXIMUM = "jnp.where(terminated, 0.0, jnp.max(state.q_table[*next_cell]))"
+ALL_BEST = (
+    "jnp.where(terminated, 0.0, jnp.sum(state.q_table[*next_cell],"
+    " where=state.q_table[*next_cell] == jnp.max(state.q_table[*next_cell])))"
+)
 NEXT_START = "jnp.max(state.q_table[*jnp.where(terminated, start(run), next_cell)])"
 RATE = "jnp.where(state.timesteps < run.total_timesteps, run.learning_rate, 0.0)"
 BATCH = "key, key_batch = jax.random.split(state.key)"
@@ -28,6 +32,7 @@ MISTAKES = {
     "a value beyond the end": (GRID, Bandit, MAXIMUM, NEXT_START),
     "a wrong next action": (GRID, Cliff, MAXIMUM, "state.q_table[*next_cell][action]"),
     "random actions count": (GRID, Corridor, MAXIMUM, "jnp.mean(state.q_table[*next_cell])"),
+    "two best actions count twice": (GRID, Fork, MAXIMUM, ALL_BEST),
     "learning goes on beyond the end of the run": (GRID, Cliff, RATE, "run.learning_rate"),
     "one key for all batches": (
         REPLAY,

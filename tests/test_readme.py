@@ -6,10 +6,14 @@ A default run is one whose flags but the seed are the defaults.
 import re
 
 import gymnasium
+import jax
+import numpy as np
 import pytest
-from conftest import DECAY, NETWORKS, PARALLEL, REINFORCE, REPLAY, ROOT, SCRIPTS, load
+from conftest import DECAY, NETWORKS, PARALLEL, PPO, REINFORCE, REPLAY, ROOT, SCRIPTS, load
 
 README = (ROOT / "README.md").read_text()
+USE = (ROOT / "tests" / "recipes" / "USE.md").read_text()
+ACTIONS = re.findall(r"```python\n(import numpy.*?)```", USE, re.DOTALL)  # parallel_td.py, ppo.py
 COMMANDS = re.findall(r"^python (\w+\.py)((?:\\\n|[^$\n])*)$", README, re.MULTILINE)  # no variables
 
 
@@ -61,8 +65,7 @@ def test_saved_weights_balance_the_pole_of_gymnasium(monkeypatch, tmp_path):
     """One run with default flags. It acts by the lines of NumPy in tests/recipes/USE.md."""
     monkeypatch.chdir(tmp_path)
     assert_solved(load(PARALLEL).main("--seed 100 --save learned.npz".split()))
-    page = (ROOT / "tests" / "recipes" / "USE.md").read_text()
-    code = re.search(r"```python\n(import numpy.*?)```", page, re.DOTALL)[1]
+    code, _ = ACTIONS
     env, steps, over = gymnasium.make("CartPole-v1"), 0, False
     obs, _ = env.reset(seed=0)
     while not over:
@@ -71,3 +74,18 @@ def test_saved_weights_balance_the_pole_of_gymnasium(monkeypatch, tmp_path):
         obs, _, terminated, truncated, _ = env.step(scope["action"])
         over, steps = terminated or truncated, steps + 1
     assert steps > 400  # one episode of many, so a little less than their mean will do
+
+
+def test_saved_weights_of_ppo_choose_its_best_action(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    ppo, (_, code) = load(PPO), ACTIONS
+    few = "--total-timesteps 8000 --num-envs 4 --hidden-size 8 --eval-episodes 2"
+    results = ppo.main(f"{few} --save learned.npz".split())
+    actor = jax.tree.map(lambda array: array[0], results["learned"]["params"]["actor"])
+    chosen = []
+    for obs in np.linspace(-1, 1, 80).reshape(20, 4)[:, ::-1]:
+        scope = {"obs": obs}
+        exec(code, scope)
+        assert scope["action"] == ppo.best_action(actor, obs)
+        chosen.append(scope["action"])
+    assert set(chosen) == {0, 1}

@@ -189,6 +189,8 @@ GRID_SEARCH = "--learning-rate 0.003 0.01 0.03 --{epsilon} 0.05 0.15 0.25 0.35 0
 TILES = "--env-id MountainCar-v0 --num-tilings 8 --total-timesteps 5e5"
 TILES_WIDTHS = ["--num-tiles 4", "--num-tiles 8", "--num-tiles 16"]
 TILES_SEARCH = "--learning-rate 0.01 0.03 0.1 --epsilon 0 0.05 0.15"
+# And 45 with plain gradient steps in the place of Adam's. Its rates are of another size.
+SGD_SEARCH = "--learning-rate 0.1 0.3 1 --epsilon 0.05 0.15 0.25 0.35 0.5"
 LESSON_HEAD = [
     "passed",
     "greedy return",
@@ -209,18 +211,30 @@ def lesson_mountaincar():
         rows.append([step, *lesson_cells(result, -125, -150), f"`{script} {chosen}`"])
         results.append(result)
     draw_lesson(results)
+    rows.append(changed_row("Q-learning, with SGD", MOUNTAIN_CAR, WIDTHS, SGD_SEARCH, with_sgd()))
     tiles = patched(PARALLEL, "tile_coding")
-    chosen = search(PARALLEL, TILES, TILES_WIDTHS, TILES_SEARCH, tiles)
-    result = run(PARALLEL, f"{chosen} --num-seeds 100 {FRESH}", tiles)
-    command = f"`{PARALLEL} {chosen}`"
-    rows.append(["Q-learning, with tiles as features", *lesson_cells(result, -125, -150), command])
+    name = "Q-learning, with tiles as features"
+    rows.append(changed_row(name, TILES, TILES_WIDTHS, TILES_SEARCH, tiles))
     return table(["MountainCar-v0", *LESSON_HEAD], rows)
+
+
+def with_sgd():
+    """Return the text of parallel_td.py with plain gradient steps."""
+    return replaced(PARALLEL, "optax.adam(", "optax.sgd(")
+
+
+def changed_row(name, flags, widths, grid, text):
+    """Search for the settings of a changed parallel_td.py, and return its row of the lesson."""
+    chosen = search(PARALLEL, flags, widths, grid, text)
+    result = run(PARALLEL, f"{chosen} --num-seeds 100 {FRESH}", text)
+    return [name, *lesson_cells(result, -125, -150), f"`{PARALLEL} {chosen}`"]
 
 
 def search(script, flags, widths, grid, text=None):
     """Return the flags of the best setting. All have 3 seeds, and the best four 10 more.
 
-    The best has the highest mean greedy return; of equal ones, the highest training return.
+    The best has the highest mean greedy return; of equal ones, the highest training return. A
+    setting of which a run diverges (nan) is the last.
     """
     scores = {}
     for width in widths:
@@ -228,12 +242,16 @@ def search(script, flags, widths, grid, text=None):
         swept = re.findall(r"--(\S+)", f"{width} {grid}")
         for setting, score in setting_scores(result, swept, width).items():
             scores[f"{flags} {setting}"] = score
-    best = sorted(scores, key=lambda setting: -np.mean(scores[setting]))[:4]
+
+    def score(setting):
+        return np.nan_to_num(np.mean(scores[setting]), nan=-np.inf)
+
+    best = sorted(scores, key=score, reverse=True)[:4]
     for setting in best:
         more = run(script, f"{setting} --num-seeds 10 --seed 70000", text)
         scores[setting] = np.append(scores[setting], run_scores(more))
         print(f"  {np.mean(scores[setting]):.2f} {setting}", flush=True)
-    return max(best, key=lambda setting: np.mean(scores[setting]))
+    return max(best, key=score)
 
 
 def setting_scores(result, swept, width):
