@@ -233,25 +233,25 @@ def changed_row(name, flags, widths, grid, text):
 def search(script, flags, widths, grid, text=None):
     """Return the flags of the best setting. All have 3 seeds, and the best four 10 more.
 
-    The best has the highest mean greedy return; of equal ones, the highest training return. A
-    setting of which a run diverges (nan) is the last.
+    The best has the highest mean greedy return; of equal ones, the highest training return.
     """
     scores = {}
     for width in widths:
         result = run(script, f"{flags} {width} {grid} --num-seeds 3 --seed 60000", text)
         swept = re.findall(r"--(\S+)", f"{width} {grid}")
-        for setting, score in setting_scores(result, swept, width).items():
-            scores[f"{flags} {setting}"] = score
-
-    def score(setting):
-        return np.nan_to_num(np.mean(scores[setting]), nan=-np.inf)
-
-    best = sorted(scores, key=score, reverse=True)[:4]
+        for setting, of_seeds in setting_scores(result, swept, width).items():
+            scores[f"{flags} {setting}"] = of_seeds
+    best = sorted(scores, key=lambda setting: -overall(scores[setting]))[:4]
     for setting in best:
         more = run(script, f"{setting} --num-seeds 10 --seed 70000", text)
         scores[setting] = np.append(scores[setting], run_scores(more))
         print(f"  {np.mean(scores[setting]):.2f} {setting}", flush=True)
-    return max(best, key=score)
+    return max(best, key=lambda setting: overall(scores[setting]))
+
+
+def overall(scores):
+    """Mean of scores. If one is nan, since a run diverged, it is the lowest number."""
+    return np.nan_to_num(np.mean(scores), nan=-np.inf)
 
 
 def setting_scores(result, swept, width):
@@ -296,13 +296,15 @@ def lesson_cartpole():
 
     Ten seeds would not show that one run of ten fails.
     """
+    rates, larger = "0.001 0.003 0.01 0.03 0.1 0.3", "0.01 0.03 0.1 0.3 0.6 1"
+    cases = [(step, *script_and_flags, rates, None) for step, script_and_flags in STEPS.items()]
+    cases.append(("Q-learning, with SGD", PARALLEL, "", larger, with_sgd()))
     rows = []
-    for step, (script, flags) in STEPS.items():
-        rates = "--learning-rate 0.001 0.003 0.01 0.03 0.1 0.3"
-        searched = run(script, f"{flags} {rates} --num-seeds 100 --seed 60000")
-        scores = setting_scores(searched, ["learning-rate"], "")
-        chosen = f"{flags} {max(scores, key=lambda rate: scores[rate].mean())}".strip()
-        result = run(script, f"{chosen} --num-seeds 100 {FRESH}")
+    for step, script, flags, rates, text in cases:
+        flags_of_search = f"{flags} --learning-rate {rates} --num-seeds 100 --seed 60000"
+        scores = setting_scores(run(script, flags_of_search, text), ["learning-rate"], "")
+        chosen = f"{flags} {max(scores, key=lambda rate: overall(scores[rate]))}".strip()
+        result = run(script, f"{chosen} --num-seeds 100 {FRESH}", text)
         *cells, _ = lesson_cells(result, 475, 475)
         rows.append([step, *cells, f"`{script} {chosen}`"])
     head = [name for name in LESSON_HEAD if name != "first at -150"]
@@ -496,6 +498,8 @@ def recipes(names):
             others = [other.stem for other in RECIPES.glob("*.patch") if other.stem in also]
             recipes = [] if "unchanged" in also else [*others, path.stem]
             text = patched(script, *recipes)
+            if "SGD" in also:
+                text = text.replace("optax.adam(", "optax.sgd(")
             lines = run(script, flags, text, save=False).lines
             # Progress without the speed, and the report. A table of the grid world has no colon.
             lines = [re.sub(r"  [\d,]+ steps/s in total", "", line) for line in lines]
