@@ -493,7 +493,7 @@ def recipes(names):
         head = path.read_text().partition("\n--- ")[0]
         before, after = stored.get(path.stem, {}), {}
         for command, script, flags, also in re.findall(
-            r"^    (python (\S+)([^#\n]*)(.*))$", head, re.M
+            r"^    (python (\w+\.py)([^#\n]*)(.*))$", head, re.M
         ):
             others = [other.stem for other in RECIPES.glob("*.patch") if other.stem in also]
             recipes = [] if "unchanged" in also else [*others, path.stem]
