@@ -178,7 +178,7 @@ def cartpole_cells(*results):
 STEPS = {
     "Q-learning": (PARALLEL, ""),
     "+ replay buffer": (REPLAY, "--batch-size 16 --tau 1"),
-    "+ averaged weights": (REPLAY, "--batch-size 16"),
+    "+ target network": (REPLAY, "--batch-size 16"),
     "+ decaying epsilon": (DECAY, "--batch-size 16"),
 }
 MOUNTAIN_CAR = "--env-id MountainCar-v0 --num-centers 1000 --total-timesteps 5e5"
@@ -202,32 +202,29 @@ LESSON_HEAD = [
 
 
 def lesson_mountaincar():
-    """What a buffer, averaged weights and a decaying epsilon are worth, and the figure of it."""
-    rows, results = [], []
+    """What a buffer, a target network and other changes are worth, and the figure of it."""
+    rows, drawn = [], {}
+
+    def add(name, script, chosen, text):
+        drawn[name] = run(script, f"{chosen} --num-seeds 100 {FRESH}", text)
+        rows.append([name, *lesson_cells(drawn[name], -125, -150), f"`{script} {chosen}`"])
+
     for step, (script, flags) in STEPS.items():
         grid = GRID_SEARCH.format(epsilon="end-e" if script == DECAY else "epsilon")
         chosen = search(script, f"{MOUNTAIN_CAR} {flags}".strip(), WIDTHS, grid)
-        result = run(script, f"{chosen} --num-seeds 100 {FRESH}", patched(script, "greedy_returns"))
-        rows.append([step, *lesson_cells(result, -125, -150), f"`{script} {chosen}`"])
-        results.append(result)
-    draw_lesson(results)
-    rows.append(changed_row("Q-learning, with SGD", MOUNTAIN_CAR, WIDTHS, SGD_SEARCH, with_sgd()))
+        add(step, script, chosen, patched(script, "greedy_returns"))
+    chosen = search(PARALLEL, MOUNTAIN_CAR, WIDTHS, SGD_SEARCH, with_sgd(text_of(PARALLEL)))
+    add("Q-learning with SGD", PARALLEL, chosen, with_sgd(patched(PARALLEL, "greedy_returns")))
+    draw_lesson(drawn)
     tiles = patched(PARALLEL, "tile_coding")
-    name = "Q-learning, with tiles as features"
-    rows.append(changed_row(name, TILES, TILES_WIDTHS, TILES_SEARCH, tiles))
+    chosen = search(PARALLEL, TILES, TILES_WIDTHS, TILES_SEARCH, tiles)
+    add("Q-learning with tiles as features", PARALLEL, chosen, tiles)
     return table(["MountainCar-v0", *LESSON_HEAD], rows)
 
 
-def with_sgd():
-    """Return the text of parallel_td.py with plain gradient steps."""
-    return replaced(PARALLEL, "optax.adam(", "optax.sgd(")
-
-
-def changed_row(name, flags, widths, grid, text):
-    """Search for the settings of a changed parallel_td.py, and return its row of the lesson."""
-    chosen = search(PARALLEL, flags, widths, grid, text)
-    result = run(PARALLEL, f"{chosen} --num-seeds 100 {FRESH}", text)
-    return [name, *lesson_cells(result, -125, -150), f"`{PARALLEL} {chosen}`"]
+def with_sgd(text):
+    """Return the text of a script with plain gradient steps in the place of Adam's."""
+    return text.replace("optax.adam(", "optax.sgd(")
 
 
 def search(script, flags, widths, grid, text=None):
@@ -298,7 +295,7 @@ def lesson_cartpole():
     """
     rates, larger = "0.001 0.003 0.01 0.03 0.1 0.3", "0.01 0.03 0.1 0.3 0.6 1"
     cases = [(step, *script_and_flags, rates, None) for step, script_and_flags in STEPS.items()]
-    cases.append(("Q-learning, with SGD", PARALLEL, "", larger, with_sgd()))
+    cases.append(("Q-learning with SGD", PARALLEL, "", larger, with_sgd(text_of(PARALLEL))))
     rows = []
     for step, script, flags, rates, text in cases:
         flags_of_search = f"{flags} --learning-rate {rates} --num-seeds 100 --seed 60000"
@@ -311,29 +308,31 @@ def lesson_cartpole():
     return table(["CartPole-v1", *head], rows)
 
 
-def draw_lesson(results):
-    """Draw each step on MountainCar-v0: the median greedy return, and the middle 80 % of the runs.
+def draw_lesson(drawn):
+    """Draw rows on MountainCar-v0: the median greedy return, and the middle 80 % of the runs.
 
-    The thin line is the median of the step before.
+    The thin line is the median of the step before, or that of Q-learning (with Adam) beside SGD.
     """
-    figure = Figure(figsize=(9.5, 3), layout="constrained", dpi=170)
-    panels = figure.subplots(1, len(STEPS), sharex=True, sharey=True)
-    before = None  # name and median of the step before
-    for axes, step, result in zip(panels, STEPS, results, strict=True):
+    figure = Figure(figsize=(11.5, 3), layout="constrained", dpi=170)
+    panels = figure.subplots(1, len(drawn), sharex=True, sharey=True)
+    medians = {}
+    for axes, (name, result) in zip(panels, drawn.items(), strict=True):
         x = result.saved["curves.timesteps"][:, 0] / 1e3
         y = result.saved["curves.greedy_return"]
         low, median, high = np.quantile(y, [0.1, 0.5, 0.9], axis=1)
         axes.axhline(-125, color="black", linestyle=":", linewidth=1)
         axes.fill_between(x, low, high, color="C0", alpha=0.25, linewidth=0)
-        if before:
-            axes.plot(x, before[1], color="black", linewidth=1, label=f"before:\n{before[0]}")
+        if medians:
+            other = "Q-learning" if "SGD" in name else list(medians)[-1]
+            label = "Q-learning\n(Adam)" if "SGD" in name else f"before:\n{other.strip('+ ')}"
+            axes.plot(x, medians[other], color="black", linewidth=1, label=label)
             axes.legend(loc="lower right", frameon=False, handlelength=1)
         axes.plot(x, median, color="C0", linewidth=2.5)
-        axes.set_title(step)
+        axes.set_title(name)
         axes.spines[["top", "right"]].set_visible(False)
-        before = step.removeprefix("+ "), median
+        medians[name] = median
     panels[0].set(ylabel="greedy return")
-    panels[0].text(20, -122, "-125: a run passes")
+    panels[0].text(20, -122, "-125")
     figure.supxlabel("thousand environment steps", fontsize="medium")
     figure.savefig(PICTURES / "lesson.png")
 
