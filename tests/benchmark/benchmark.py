@@ -490,8 +490,6 @@ def recipes(names):
         if names and path.stem not in names:
             continue
         head = path.read_text().partition("\n--- ")[0]
-        for name, value in re.findall(r'^    (\w+)="(.*)"$', head, re.M):
-            head = head.replace(f"${name}", value)
         before, after = stored.get(path.stem, {}), {}
         for command, script, flags, also in re.findall(
             r"^    (python (\w+\.py)([^#\n]*)(.*))$", head, re.M
