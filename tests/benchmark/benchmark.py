@@ -224,7 +224,10 @@ def lesson_mountaincar():
 
 def with_sgd(text):
     """Return the text of a script with plain gradient steps in the place of Adam's."""
-    return text.replace("optax.adam(", "optax.sgd(")
+    before, _, after = text.partition("optax.adam(")
+    if not after:
+        sys.exit("no optax.adam( to replace")
+    return before + "optax.sgd(" + after
 
 
 def search(script, flags, widths, grid, text=None):
@@ -498,7 +501,7 @@ def recipes(names):
             recipes = [] if "unchanged" in also else [*others, path.stem]
             text = patched(script, *recipes)
             if "SGD" in also:
-                text = text.replace("optax.adam(", "optax.sgd(")
+                text = with_sgd(text)
             lines = run(script, flags, text, save=False).lines
             # Progress without the speed, and the report. A table of the grid world has no colon.
             lines = [re.sub(r"  [\d,]+ steps/s in total", "", line) for line in lines]
