@@ -109,16 +109,17 @@ TOOLS = ["greedy_returns", "logger", "resume"]  # all others are exercises
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in PATCHES if recipe not in TOOLS])
-def test_the_commands_of_the_page_print_the_task_of_an_exercise_and_its_hints(recipe):
+def test_the_commands_of_the_page_print_the_parts_of_an_exercise(recipe):
     head = patch_of(recipe).read_text().partition("\n--- a/")[0]
-    task, rest = head.split("\n\nResult\n\n")
-    _, rest = rest.split("\n\nHints\n\n")
+    task, rest = head.split("\n\nCheck\n\n")
+    checks, rest = rest.split("\n\nResult\n\n")
+    result, rest = rest.split("\n\nHints\n\n")
     hints, _ = rest.split("\n\nSolution\n\n")
     printed = [
         subprocess.check_output(command.replace("sarsa", recipe), shell=True, cwd=ROOT, text=True)
-        for command in re.findall(r"^sed '/\^Result.*", PAGE, re.M)
+        for command in re.findall(r"^sed '.*Check\$.*|^sed '1,.*", PAGE, re.M)
     ]
-    assert [text.split() for text in printed] == [task.split(), f"{task} {hints}".split()]
+    assert [text.strip() for text in printed] == [task, checks, hints, result]
 
 
 def test_each_recipe_applies_to_each_script_that_its_head_names():
