@@ -84,7 +84,11 @@ import numpy as np
 def pytest_addoption(parser):
     parser.addoption("--script", help="test_probes.py: try this file, not the collection")
     parser.addoption("--flags", default="", help="test_probes.py: flags of that file")
-    parser.addoption("--on-policy", action="store_true", help="test_probes.py: a SARSA in tables")
+    parser.addoption(
+        "--on-policy",
+        action="store_true",
+        help="test_probes.py: values are those of the policy that explores",
+    )
 
 
 def pytest_configure(config):

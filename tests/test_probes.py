@@ -3,7 +3,7 @@
     python -m pytest -q tests/test_probes.py                          # six scripts, hard probes
     python -m pytest -q tests/test_probes.py --script my_copy.py      # a changed copy of a learner
     python -m pytest -q tests/test_probes.py --script my_copy.py --flags "--my-flag 3"
-    python -m pytest -q tests/test_probes.py --script my_copy.py --on-policy    # a SARSA in tables
+    python -m pytest -q tests/test_probes.py --script my_copy.py --on-policy    # SARSA, Monte Carlo
 
 The path is relative to the folder in which the command is called. A copy whose state has a
 `q_table` is taken for a grid world, and its functions `start` and `env_step` are replaced. In any
