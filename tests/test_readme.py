@@ -38,9 +38,14 @@ def test_the_rows_of_the_lesson_are_accepted():
     for script, flags in rows:
         args = load(script).parse_args(f"{radial.replace('$TASK', task)} {flags}".split())
         assert (args.env_id, args.num_centers, args.seed) == ("MountainCar-v0", 1000, 271_000)
-    [sgd] = re.findall(r"^python sgd.py \$TASK (.*)$", README, re.M)
-    load(PARALLEL).parse_args(f"{task} {sgd}".split())
-    assert (ROOT / PARALLEL).read_text().count("optax.adam(") == 1  # what `sed` replaces
+    copies = dict(re.findall(r"^sed 's/optax.adam\(/optax.sgd\(/' (\S+) > (\S+)$", README, re.M))
+    assert list(copies) == [PARALLEL, REPLAY]
+    for script, copy in copies.items():
+        assert (ROOT / script).read_text().count("optax.adam(") == 1  # what `sed` replaces
+        commands = re.findall(rf"^python {copy} \$TASK (.*)$", README, re.M)
+        assert commands
+        for flags in commands:
+            load(script).parse_args(f"{task} {flags}".split())
 
 
 def test_the_table_has_the_steps_of_a_default_run():

@@ -213,9 +213,12 @@ def lesson_mountaincar():
         grid = GRID_SEARCH.format(epsilon="end-e" if script == DECAY else "epsilon")
         chosen = search(script, f"{MOUNTAIN_CAR} {flags}".strip(), WIDTHS, grid)
         add(step, script, chosen, patched(script, "greedy_returns"))
-    chosen = search(PARALLEL, MOUNTAIN_CAR, WIDTHS, SGD_SEARCH, with_sgd(text_of(PARALLEL)))
-    add("Q-learning with SGD", PARALLEL, chosen, with_sgd(patched(PARALLEL, "greedy_returns")))
-    draw_lesson(drawn)
+    for step in ["Q-learning", "+ replay buffer", "+ target network"]:
+        script, flags = STEPS[step]
+        flags, text = f"{MOUNTAIN_CAR} {flags}".strip(), with_sgd(text_of(script))
+        chosen = search(script, flags, WIDTHS, SGD_SEARCH, text)
+        add(f"{step} with SGD", script, chosen, with_sgd(patched(script, "greedy_returns")))
+    draw_lesson({name: drawn[name] for name in [*STEPS, "Q-learning with SGD"]})
     tiles = patched(PARALLEL, "tile_coding")
     chosen = search(PARALLEL, TILES, TILES_WIDTHS, TILES_SEARCH, tiles)
     add("Q-learning with tiles as features", PARALLEL, chosen, tiles)
