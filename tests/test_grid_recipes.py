@@ -54,7 +54,7 @@ SOLUTIONS = {
     "expected_sarsa": (Cliff, "", True),
     "sarsa": (Cliff, "", True),
     "monte_carlo": (Corridor, "", True),
-    "dyna_q": (Cliff, "--planning-steps 1 --total-timesteps 10000", False),
+    "dyna_q": (Cliff, "--planning-steps 100 --total-timesteps 1000", False),
     "eligibility_traces": (Cliff, "", False),
     "slippery_moves": (Corridor, "--slip 0.4", False),
 }
