@@ -460,7 +460,7 @@ def tabulate(script, probe, flags="", on_policy=False):
     table, tolerance = np.mean(tables, axis=0), 0.05 * np.max(np.abs(expected))
     text = f"{probe.__name__}: {probe.__doc__} The values are wrong"
     if np.allclose(table, other, atol=tolerance) and not np.allclose(best, exploring):
-        text += ": in this table, random actions " + ("do not count" if on_policy else "count")
+        text += ": as if random actions " + ("did not count" if on_policy else "counted")
     np.testing.assert_allclose(table, expected, atol=tolerance, err_msg=text)
     if not slip:
         text = f"{probe.__name__}: {probe.__doc__} The greedy path has a wrong length"

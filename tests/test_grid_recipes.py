@@ -67,7 +67,7 @@ def test_a_solution_finds_the_values_of_a_probe(recipe):
 
 
 def test_a_probe_says_that_exploration_was_left_out_of_an_expected_target():
-    with pytest.raises(AssertionError, match="random actions do not count"):
+    with pytest.raises(AssertionError, match="as if random actions did not count"):
         tabulate(load(GRID), Corridor, on_policy=True)
 
 
