@@ -3,13 +3,14 @@
 A default run is one whose flags but the seed are the defaults.
 """
 
+import ast
 import re
 
 import gymnasium
 import jax
 import numpy as np
 import pytest
-from conftest import DECAY, NETWORKS, PARALLEL, PPO, REINFORCE, REPLAY, ROOT, SCRIPTS, load
+from conftest import DECAY, NETWORKS, PARALLEL, PPO, REINFORCE, REPLAY, ROOT, SCRIPTS, load, path_of
 
 README = (ROOT / "README.md").read_text()
 USE = (ROOT / "tests" / "recipes" / "USE.md").read_text()
@@ -46,6 +47,23 @@ def test_the_rows_of_the_lesson_are_accepted():
         assert commands
         for flags in commands:
             load(script).parse_args(f"{task} {flags}".split())
+
+
+def without_docstrings(node):
+    """The text of a syntax tree, without the docstrings and comments."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.FunctionDef) and ast.get_docstring(part):
+            del part.body[0]
+    return ast.unparse(node)
+
+
+def test_functions_on_the_page_are_those_of_the_files():
+    shown = [ast.parse(code) for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL)]
+    assert [tree.body[0].name for tree in shown] == ["td_target", "advantages"]
+    for tree, script in zip(shown, [PARALLEL, PPO], strict=True):
+        functions = ast.parse(path_of(script).read_text()).body
+        [function] = [node for node in functions if getattr(node, "name", "") == tree.body[0].name]
+        assert ast.unparse(tree) == without_docstrings(function)
 
 
 def test_the_table_has_the_steps_of_a_default_run():
