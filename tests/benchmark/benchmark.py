@@ -330,9 +330,9 @@ def draw_lesson(drawn):
         axes.fill_between(x, low, high, color="C0", alpha=0.25, linewidth=0)
         if medians:
             other = "Q-learning" if "SGD" in name else list(medians)[-1]
-            label = "Q-learning\n(Adam)" if "SGD" in name else f"before:\n{other.strip('+ ')}"
-            axes.plot(x, medians[other], color="black", linewidth=1, label=label)
-            axes.legend(loc="lower right", frameon=False, handlelength=1)
+            axes.plot(x, medians[other], color="black", linewidth=1)
+            label = f"black:\n{other.strip('+ ')}"
+            axes.text(0.97, 0.05, label, transform=axes.transAxes, horizontalalignment="right")
         axes.plot(x, median, color="C0", linewidth=2.5)
         axes.set_title(name)
         axes.spines[["top", "right"]].set_visible(False)
