@@ -13,6 +13,7 @@ import pytest
 from conftest import DECAY, NETWORKS, PARALLEL, PPO, REINFORCE, REPLAY, ROOT, SCRIPTS, load, path_of
 
 README = (ROOT / "README.md").read_text()
+LESSON = (ROOT / "tests" / "benchmark" / "README.md").read_text()
 USE = (ROOT / "tests" / "recipes" / "USE.md").read_text()
 ACTIONS = re.findall(r"```python\n(import numpy.*?)```", USE, re.DOTALL)  # parallel_td.py, ppo.py
 COMMANDS = re.findall(r"^python (\w+\.py)((?:\\\n|[^$\n])*)$", README, re.MULTILINE)  # no variables
@@ -32,18 +33,18 @@ def test_commands_are_accepted(monkeypatch, tmp_path):
 
 def test_the_rows_of_the_lesson_are_accepted():
     """All but the one with tiles, whose flags come with a recipe."""
-    [task] = re.findall(r'^TASK="(.*)"$', README, re.M)
-    [radial] = re.findall(r'^RADIAL="(.*)"$', README, re.M)
-    rows = re.findall(r"^python (\w+\.py) \$RADIAL (.*)$", README, re.M)
-    assert len(rows) == 4
+    [task] = re.findall(r'^TASK="(.*)"$', LESSON, re.M)
+    [radial] = re.findall(r'^RADIAL="(.*)"$', LESSON, re.M)
+    rows = re.findall(r"^python (\w+\.py) \$RADIAL (.*)$", LESSON, re.M)
+    assert len(rows) == 5  # the first one again, with --save
     for script, flags in rows:
         args = load(script).parse_args(f"{radial.replace('$TASK', task)} {flags}".split())
         assert (args.env_id, args.num_centers, args.seed) == ("MountainCar-v0", 1000, 271_000)
-    copies = dict(re.findall(r"^sed 's/optax.adam\(/optax.sgd\(/' (\S+) > (\S+)$", README, re.M))
+    copies = dict(re.findall(r"^sed 's/optax.adam\(/optax.sgd\(/' (\S+) > (\S+)$", LESSON, re.M))
     assert list(copies) == [PARALLEL, REPLAY]
     for script, copy in copies.items():
         assert (ROOT / script).read_text().count("optax.adam(") == 1  # what `sed` replaces
-        commands = re.findall(rf"^python {copy} \$TASK (.*)$", README, re.M)
+        commands = re.findall(rf"^python {copy} \$TASK (.*)$", LESSON, re.M)
         assert commands
         for flags in commands:
             load(script).parse_args(f"{task} {flags}".split())
