@@ -1,6 +1,6 @@
 """README.md: its commands are accepted, default flags solve the task, saved weights can act.
 
-A default run is one whose flags but the seed are the defaults.
+A default run is one whose flags but the seeds are the defaults.
 """
 
 import ast
@@ -77,15 +77,17 @@ def test_the_table_has_the_steps_of_a_default_run():
 
 
 def assert_solved(results):
-    """In 100 greedy episodes, and nearly so in training, where some actions are random."""
-    assert results["learned"]["greedy_return"].shape == (1, 100)
-    assert results["learned"]["greedy_return"].mean() >= 475
+    """By most runs in 100 greedy episodes, and nearly so in training, where actions are random."""
+    greedy_return = results["learned"]["greedy_return"]  # (R, E)
+    assert greedy_return.shape[1] == 100
+    assert np.mean(greedy_return.mean(axis=1) >= 475) > 0.6
     assert results["curves"]["returns"][-5:].mean() >= 420
 
 
 @pytest.mark.parametrize("script", [REPLAY, DECAY, REINFORCE, *NETWORKS])
-def test_a_default_run_solves_the_task(script):
-    assert_solved(load(script).main("--seed 100".split()))
+def test_default_runs_solve_the_task(script):
+    """At least four of six, since 2 or 3 of 100 runs of pqn.py and dqn.py fail."""
+    assert_solved(load(script).main("--seed 100 --num-seeds 6".split()))
 
 
 def test_saved_weights_balance_the_pole_of_gymnasium(monkeypatch, tmp_path):
