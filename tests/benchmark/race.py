@@ -11,7 +11,7 @@ packages: RACE.md has the commands that make both, and says what differs between
 - Programs save their networks while they train. Afterwards, all are evaluated in the same way,
   greedily and with 5 % random actions. The seconds include no evaluation.
 - Ours, rejax, PureJaxRL and PureJaxQL divide their agents over one device for each core. CleanRL
-  trains one agent in a process, as many at a time as there are cores.
+  trains one agent in a process, so it is only in the race of one agent.
 - The functions `drive_*` contain all changes to the code of others.
 """
 
@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
@@ -317,25 +316,6 @@ def run(args, path, **flags):
     return pickle.loads(path.read_bytes()) | {"whole": time.time() - began}
 
 
-def one_process_each(args, path, **flags):
-    """Train CleanRL's agents, as many at a time as there are cores. Medians, and all networks."""
-    import jax
-
-    def train(i):
-        own = flags | {"agents": 1, "seed": SEED + i}
-        return run(args, path.with_suffix(f".{i}"), **own)
-
-    began = time.time()
-    with ThreadPoolExecutor(CORES) as pool:
-        saved = list(pool.map(train, range(flags["agents"])))
-    medians = {
-        x: np.median([y[x] for y in saved], axis=0) for x in ("starting", "seconds", "steps")
-    }
-    params = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *(y["params"] for y in saved))
-    activation, whole = saved[0]["activation"], time.time() - began
-    return medians | {"params": params, "activation": activation, "whole": whole}
-
-
 def measure(args, path, program, task, agents):
     """Train one agent ROUNDS times, with other seeds, or many agents once. Store the results."""
     print("+", time.strftime("%H:%M:%S"), program, task, agents, flush=True)
@@ -343,8 +323,6 @@ def measure(args, path, program, task, agents):
     last = args.folder / "last.pkl"
     if agents == 1:
         results = [run(args, last, **flags, seed=SEED + i) for i in range(ROUNDS)]
-    elif program.startswith("cleanrl"):
-        results = [one_process_each(args, last, **flags)]
     else:
         results = [run(args, last, **flags, seed=SEED)]
     path.write_bytes(pickle.dumps(results))
@@ -441,9 +419,8 @@ def speed(args):
     from benchmark import table
 
     agents = max(args.agents, 20)
-    programs = [program for program in args.only if not program.startswith("cleanrl")]
-    speeds = {program: [] for program in programs}
-    for program in programs * ROUNDS:
+    speeds = {program: [] for program in args.only}
+    for program in args.only * ROUNDS:
         fraction = 0.1 if "/" in program else 0.2  # peers repeat theirs for SPEED_SECONDS
         flags = {"drive": program, "task": "CartPole-v1", "agents": agents, "seed": SEED}
         result = run(args, args.folder / "last.pkl", **flags | {"fraction": fraction})
@@ -478,6 +455,8 @@ def main():
         return DRIVERS.get(project, drive_ours)(args)
     from benchmark import write
 
+    if args.speed or args.agents > 1:
+        args.only = [program for program in args.only if not program.startswith("cleanrl")]
     args.folder.mkdir(parents=True, exist_ok=True)
     text = speed(args) if args.speed else race(args)
     print(text)
