@@ -13,8 +13,8 @@ mean squared difference between Q(S_t, A_t) and
 If S_t+1 is terminal, G_t is R_t. After the last of the T steps, and where only the time limit ends
 an episode (Pardo et al. 2018), lambda is 0. This is the Q(lambda) of Peng & Williams (1996): G is
 not cut at random actions. Layer normalization keeps learning stable (Ba et al. 2016; here without
-its learned scale and shift). Observations are divided by their largest absolute values so far, and
-gradients are clipped to a norm of 1.
+its learned scale and shift). Unlike in the authors' code, epsilon is constant, and observations are
+divided by their largest absolute values so far. Gradients are clipped to a norm of 1.
 
     python pqn.py                                                       # one run
     python pqn.py --q-lambda 0 0.85 --num-seeds 20 --plot curve.png     # forty runs
